@@ -12,17 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from grpo_cli.cli.mistakes import listed, meant_by, no_choice
-from grpo_cli.config.choices import (
-    ConfFile,
-    Setting,
-    choices,
-    config_dir,
-    groups_of,
-    marked,
-    read_choice,
-    read_command,
-    read_conf,
-)
+from grpo_cli.config.choices import Setting, choices, config_dir, groups_of, marked, read_choice, read_command
 from grpo_cli.support.errors import UserError, closest, refuse
 
 NOTHING_GIVEN: Mapping[str, str] = {}
@@ -36,9 +26,8 @@ def print_help(command: str, words: Sequence[str], own: Path | None = None) -> N
     named = typed.get("experiment", "none")
     recipe = read_choice("experiment", named if named in choices("experiment") else "none")
     chosen = {group: {**file.choices, **recipe.choices, **typed}[group] for group in groups_of(command)}
-    paths = {group: own / group / f"{choice}.yaml" for group, choice in chosen.items() if own is not None}
-    theirs = {group: read_conf(path) for group, path in paths.items() if path.is_file()}
-    refuse([no_choice(*one) for one in chosen.items() if one[0] not in theirs and one[1] not in choices(one[0])])
+    unknown = [one for one in chosen.items() if one[1] not in choices(one[0])]
+    refuse([no_choice(*one) for one in unknown if not (own and (own / one[0] / f"{one[1]}.yaml").is_file())])
     given = {key: one.value for key, one in recipe.settings.items() if one.value} | typed
     about = file.values["hydra"]["help"]
     say(f"grpo {command}: {about['header']}\n\n== Choices (group=choice) ==\n")
@@ -48,7 +37,7 @@ def print_help(command: str, words: Sequence[str], own: Path | None = None) -> N
     say_rows(_rows(file.settings, "", given))
     for group, choice in chosen.items():
         say("")
-        say_rows(_choice(group, choice, given, theirs.get(group)))
+        say_rows(_choice(group, choice, given, own))
     say(f"\n== Examples ==\n\n{about['footer']}\n\ngrpo {command} --cfg job prints the settings and runs nothing.")
 
 
@@ -127,10 +116,10 @@ def _settings() -> Mapping[str, Mapping[tuple[str, str], list[str]]]:
 
 
 def _choice(
-    group: str, choice: str, given: Mapping[str, str] = NOTHING_GIVEN, own: ConfFile | None = None
+    group: str, choice: str, given: Mapping[str, str] = NOTHING_GIVEN, own: Path | None = None
 ) -> Iterator[tuple[str, str]]:
     """Yield a choice with its explanation and the place of its file, and its settings."""
-    file = own or read_choice(group, choice)
+    file = read_choice(group, choice, own)
     yield f"{group}={choice}:", f"{file.about} ({file.place})"
     yield from _rows(file.settings, "" if group == "experiment" else f"{group.replace('/', '.')}.", given)
 

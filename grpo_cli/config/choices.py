@@ -64,7 +64,10 @@ def choices(group: str) -> Sequence[str]:
     return [name for folder in folders for name in sorted(file.stem for file in folder.glob("[!_]*.yaml"))]
 
 
-def read_choice(group: str, choice: str) -> ConfFile:
+def read_choice(group: str, choice: str, own: Path | None = None) -> ConfFile:
+    """Return the file of a choice, which may be one in a folder of a user's own."""
+    if own is not None and (path := own / group / f"{choice}.yaml").is_file():
+        return read_conf(path)
     return read_conf((EXPERIMENTAL if is_experimental(group, choice) else config_dir()) / group / f"{choice}.yaml")
 
 

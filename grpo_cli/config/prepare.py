@@ -162,9 +162,8 @@ def try_rules(rules: Rules, n: int, m: int) -> None:
 
 def _fault(output: Any) -> str:
     """Return why a loss's output cannot be trained on, and what to return; empty if it can."""
-    if not isinstance(output, LossOutput) or not {*map(type, (output.loss, *output.metrics.values()))} <= {
-        torch.Tensor
-    }:
+    found = (output.loss, *output.metrics.values()) if isinstance(output, LossOutput) else (None,)
+    if not all(isinstance(one, torch.Tensor) for one in found):
         return f"a {type(output).__name__}: return LossOutput(loss, metrics) of tensors"
     if output.loss.dim():
         return f"a loss of shape {tuple(output.loss.shape)}: return one number, such as its sum over totals.tokens"

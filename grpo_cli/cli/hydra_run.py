@@ -91,9 +91,9 @@ def explained(command: str, words: Sequence[str], composing: Callable[[], bool] 
 def _run(command: Command) -> Any:
     """Read a command's settings, and then load PyTorch to do its work."""
     settings = settings_from(command)
-    from grpo_cli.cli.jobs import JOBS
+    from grpo_cli.cli.jobs import JOBS, fitted
 
-    return JOBS[command.name](command, settings)
+    return JOBS[command.name](command, fitted(command, settings) if command.name == "train" else settings)
 
 
 def _sweep(command: str, words: Sequence[str]) -> None:

@@ -41,7 +41,7 @@ _CALLED = ("task.reward", "task.environment", "task.tools")  # may name a user's
 _LEFT_BY_A_RUN = (METRICS, ROLLOUTS, SAMPLES, PROFILE, SUMMARY)
 
 
-def _fitted(command: Command, settings: RunSettings) -> RunSettings:
+def fitted(command: Command, settings: RunSettings) -> RunSettings:
     """Return a training's settings with what `fit` or an automatic micro-batch chooses, which goes into the command
     too. A resumed run computes as it began."""
     if (settings.fit == "none" or settings.resume is not None) and settings.train.micro_batch_tokens != AUTO:
@@ -58,7 +58,7 @@ def train(command: Command, settings: RunSettings) -> Any:
     if settings.resume is not None and completed_steps(Path(settings.resume)) == settings.train.steps:
         print(f"{settings.run_dir} has done its {settings.train.steps} steps; train.steps=... asks for more")
         return None
-    run = prepare(_fitted(command, settings))
+    run = prepare(settings)
     in_folder = run_folder(command, run.settings, is_resumed=settings.resume is not None)
     with in_folder as record_changes, explaining_out_of_memory(run), Stop(to_stderr) as stop:
         trainer = experiment.build(run)

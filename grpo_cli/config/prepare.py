@@ -19,7 +19,6 @@ from grpo_cli.config.auto import decided
 from grpo_cli.config.instantiate import Factories
 from grpo_cli.interfaces import Rules, Search, SetUp
 from grpo_cli.learner.batch import collate, corrected, rows_of, totals, verdict_on
-from grpo_cli.learner.optimizer import check_optimizer
 from grpo_cli.rules.advantage import advantages
 from grpo_cli.rules.downsample import choose
 from grpo_cli.settings import EvalRunSettings, RunSettings, Sampling
@@ -49,7 +48,6 @@ def prepare(settings: Settings, fast: bool | None = None) -> Prepared[Settings]:
     device = pick_device(settings.device)
     if isinstance(settings, RunSettings):
         keep_freed(settings.fit_bytes)
-        check_optimizer(settings.optim, device)
     return Prepared(decided(settings, fast), parts, rules, search, device)
 
 

@@ -15,14 +15,16 @@ from grpo_cli.support.extras import require
 
 
 def make_optimizer(weights: Sequence[Tensor], optim: OptimSettings) -> Any:
-    """Return the optimizer of `weights`. UserError where bitsandbytes cannot work.
+    """Return the optimizer of `weights`. UserError for 8-bit state without bitsandbytes or a GPU of CUDA.
 
     Weight decay acts on weights of two or more dimensions: matrices, embeddings, adapters. Norms and biases do not
     decay, by the convention of nanoGPT's `configure_optimizers` and of transformers' Trainer.
     """
-    check_optimizer(optim, weights[0].device)
     kwargs: dict[str, Any] = dict(lr=optim.lr, betas=optim.betas, eps=optim.eps)
     if optim.name == "adamw8bit":
+        if (kind := weights[0].device.type) != "cuda":
+            raise UserError(f"optim.name=adamw8bit needs a CUDA GPU, but the device is {kind}; use optim.name=adamw")
+        require("bitsandbytes", "optim.name=adamw8bit")
         from bitsandbytes.optim import AdamW8bit
 
         # state of 8 bits in blocks, 2 bytes per weight instead of 8 (Dettmers et al., arXiv 2110.02861)
@@ -99,15 +101,6 @@ def _check_moments(optimizer: Any, state: Mapping[int, Mapping[str, Any]]) -> No
                 raise ValueError(f"the optimizer's {name} has shape {tuple(averages[name].shape)}")
         if "exp_avg" in averages and (averages["step"].shape != () or averages["step"].dtype != torch.float32):
             raise ValueError("the optimizer's step is no number")
-
-
-def check_optimizer(optim: OptimSettings, device: torch.device) -> None:
-    """Raise UserError for 8-bit state if bitsandbytes is missing or has no kernels for the device."""
-    if optim.name != "adamw8bit":
-        return
-    if device.type != "cuda":
-        raise UserError(f"optim.name=adamw8bit needs a CUDA GPU, but the device is {device.type}; use optim.name=adamw")
-    require("bitsandbytes", "optim.name=adamw8bit")
 
 
 # Of bitsandbytes: tensors of fewer numbers keep float32 state, and so many numbers share a scale (2048 in older

@@ -52,7 +52,8 @@ def evaluate(
         rollouts.append(rollout)
         count(len(rollouts), len(requests))
     greedy_groups = _scored(task, prompts, [r for r in rollouts if r.request.sampling.temperature == 0.0])
-    metrics = _greedy_metrics(greedy_groups)
+    metrics = _accuracy("eval/accuracy", greedy_groups) | {"eval/problems": float(len(greedy_groups))}
+    metrics["eval/length_mean"] = float(np.mean([len(group.rollouts[0]) for group in greedy_groups]))
     examples = _examples(task, greedy_groups, "greedy")
     if sampled:
         groups = _scored(task, prompts, [r for r in rollouts if r.request.sampling.temperature != 0.0])
@@ -69,8 +70,7 @@ def evaluate_with(
     split: str = "eval",
     count: Count = uncounted,
 ) -> EvalResult:
-    """Evaluate as `settings` says: its problems (-1: the whole split), sampled at its temperature. UserError if the
-    whole split would be too many."""
+    """Evaluate as `settings` says: its problems (-1: the whole split), sampled at its temperature."""
     prompts, at = _prompts_of(runtime.task, settings, split), sampling.at(settings.temperature)
     return evaluate(runtime.engine, runtime.task, prompts, at, settings.k, seed, count)
 
@@ -78,8 +78,7 @@ def evaluate_with(
 def search_with(
     runtime: Runtime, search: Search, settings: SplitExamSettings, sampling: SampleSettings, seed: int
 ) -> EvalResult:
-    """Return the accuracy of what `search` answers to the same problems, sampled at the same temperature; nothing if it
-    does not search."""
+    """Return the accuracy of what `search` answers to the same problems; nothing if it does not search."""
     prompts = _prompts_of(runtime.task, settings, settings.split)
     found = search(runtime, prompts, sampling.at(settings.temperature), seed)
     if found is None:
@@ -118,14 +117,6 @@ def _accuracy(name: str, groups: Sequence[ScoredGroup]) -> dict[str, float]:
     right = sum(group.solved for group in groups)
     low, high = wilson_interval(right, len(groups))
     return {name: right / len(groups), f"{name}_low": low, f"{name}_high": high}
-
-
-def _greedy_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    return {
-        **_accuracy("eval/accuracy", groups),
-        "eval/problems": float(len(groups)),
-        "eval/length_mean": float(np.mean([len(group.rollouts[0]) for group in groups])),
-    }
 
 
 def _sampled_metrics(groups: Sequence[ScoredGroup], k: int) -> dict[str, float]:

@@ -15,6 +15,7 @@ from grpo_cli.cli.mistakes import listed, meant_by, no_choice
 from grpo_cli.config.choices import Setting, choices, config_dir, groups_of, marked, read_choice, read_command
 from grpo_cli.support.errors import UserError, closest, refuse
 
+Rows = Iterator[tuple[str, str]]
 NOTHING_GIVEN: Mapping[str, str] = {}
 WIDEST = 38  # columns of a setting; a longer one pushes its comment to the right
 
@@ -57,7 +58,7 @@ def explain(word: str) -> None:
     say_rows(rows)
 
 
-def _meanings(name: str) -> Iterator[tuple[str, str]]:
+def _meanings(name: str) -> Rows:
     """Yield what a word stands for, each with its explanation: a group, or settings, or choices and metrics; a concept;
     and what TRL and verl mean by it."""
     found = [row for key, rows in _settings().items() if f".{name}." in f".{key}." for row in rows.items()]
@@ -86,7 +87,7 @@ def _metrics() -> Mapping[str, str]:
     return next(dict(ast.literal_eval(value)) for value in named if isinstance(value, ast.Dict))
 
 
-def _metrics_of(word: str) -> Iterator[tuple[str, str]]:
+def _metrics_of(word: str) -> Rows:
     """Yield the metric with this name (placeholders such as `<k>` filled in), or those whose names hold the word."""
     for name, sentence in _metrics().items():
         pattern = re.sub(r"<[a-z]+>", "[^/]+", re.escape(name).replace("<k>", "[1-9][0-9]*"))
@@ -115,18 +116,14 @@ def _settings() -> Mapping[str, Mapping[tuple[str, str], list[str]]]:
     return found
 
 
-def _choice(
-    group: str, choice: str, given: Mapping[str, str] = NOTHING_GIVEN, own: Path | None = None
-) -> Iterator[tuple[str, str]]:
+def _choice(group: str, choice: str, given: Mapping[str, str] = NOTHING_GIVEN, own: Path | None = None) -> Rows:
     """Yield a choice with its explanation and the place of its file, and its settings."""
     file = read_choice(group, choice, own)
     yield f"{group}={choice}:", f"{file.about} ({file.place})"
     yield from _rows(file.settings, "" if group == "experiment" else f"{group.replace('/', '.')}.", given)
 
 
-def _rows(
-    settings: Mapping[str, Setting], prefix: str = "", given: Mapping[str, str] = NOTHING_GIVEN
-) -> Iterator[tuple[str, str]]:
+def _rows(settings: Mapping[str, Setting], prefix: str = "", given: Mapping[str, str] = NOTHING_GIVEN) -> Rows:
     """Yield settings as they are typed, with the values that are `given` or else their own, each with its comment."""
     for key, setting in settings.items():
         value = given.get(f"{prefix}{key}", setting.value)

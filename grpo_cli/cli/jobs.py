@@ -37,7 +37,6 @@ from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import plain, shown
 from grpo_cli.support.terminal import console, to_stderr
 
-_CALLED = ("task.reward", "task.environment", "task.tools")  # may name a user's own functions
 _LEFT_BY_A_RUN = (METRICS, ROLLOUTS, SAMPLES, PROFILE, SUMMARY)
 
 
@@ -160,27 +159,20 @@ def _record(
         typed = [*resumed.overrides, *(word for word in typed if word not in resumed.overrides)]
     files = [*leaves("task", config["task"]).values(), config.get("train", {}).get("warmup_path")]
     about: dict[str, Any] = {"began": datetime.now(UTC).isoformat(timespec="seconds"), "host": platform.node()}
-    about |= {"code": records.code_version(), "data": records.digests(files), "own_code": _own_code(config)}
+    about |= {"code": records.code_version(), "data": records.digests(files)}
+    called = [str(text) for key, text in leaves("", config).items() if key.endswith("_target_") or ":" in str(text)]
+    modules = [name.rpartition(":" if ":" in name else ".")[0] for name in called if not is_package_target(name)]
+    about["own_code"] = records.digests(f"{module.replace('.', '/')}.py" for module in modules)
     choices = {group: choice for group, choice in command.choices.items() if not group.startswith("hydra/")}
     kept = {key: value for key, value in config.items() if key not in OF_A_RESUME}
     return records.RunRecord(command.name, tuple(typed), choices, kept, about)
 
 
-def _own_code(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the start of a SHA-256 for each file of the current folder that has a user's own rule, reward or tool."""
-    called = [str(text) for key, text in leaves("", config).items() if key.endswith("_target_") or key in _CALLED]
-    modules = [name.rpartition(":" if ":" in name else ".")[0] for name in called if not is_package_target(name)]
-    found = records.digests(f"{module.replace('.', '/')}.py" for module in modules)
-    return {name: digest[:12] for name, digest in found.items()}
-
-
 def _record_changes(folder: Path, before: records.RunRecord, record: records.RunRecord) -> None:
     """Record the settings and own code of a resumed run if they have changed, and print what is in both and differs."""
-    own = before.about.get("own_code", {})
-    if (dict(before.config), own) == (record.config, record.about["own_code"]):
+    then, now = ({**one.choices, **leaves("", one.config), **one.about.get("own_code", {})} for one in (before, record))
+    if then == now:
         return
-    then = {**before.choices, **leaves("", before.config), **own}
-    now = {**record.choices, **leaves("", record.config), **record.about["own_code"]}
     changed = list(before.about.get("changed", ()))
     for key in [key for key in then if key in now and then[key] != now[key]]:
         changed.append(f"{key}={plain(shown(now[key]))} (was {plain(shown(then[key]))})")

@@ -204,4 +204,5 @@ def docs(page: Annotated[str | None, typer.Argument(help="Which page. Default: t
     pages = {file.stem: file.read_text(encoding="utf-8") for file in (Path(__file__).parents[1] / "docs").glob("*.md")}
     if page not in (None, *pages):
         fail(f"there is no page {page}{closest(str(page), pages)}; grpo docs lists them")
-    typer.echo(pages[page] if page else "\n".join(sorted(pages)))
+    first = ("quickstart", "concepts", "cookbook", "settings", "extending")
+    typer.echo(pages[page] if page else "\n".join([*first, *sorted(pages.keys() - {*first})]))

@@ -74,8 +74,8 @@ def _no_setting(key: str, known: Mapping[str, str]) -> str:
     if (ours := meant_by(key)) == key:  # of another command
         ours = next((one for one in known if one.endswith(f".{word}")), None)
     if having := [f"{group}={one}" for one in choices(group) if group and word in read_choice(group, one).settings]:
-        instead = f"; did you mean {ours}?" if ours else ""
-        return f"{key} is not a setting of this {group}, but of {', '.join(having)}{instead}"
+        others = f"but of {', '.join(having)}{f'; did you mean {ours}?' if ours else ''}"
+        return f"{key} is not a setting of this {group}, {others}"
     if known.get(key.rpartition(".")[0]) == "{}":  # it takes any key
         return f"{key} is new to {group}: type +{key}=..."
     near = [one for one in known if "." not in key or "." in one]

@@ -154,17 +154,10 @@ def try_rules(rules: Rules, n: int, m: int) -> None:
     name = f"loss {name_of(rules.loss)}"
     with own_code_unless_ours(name, getattr(rules.loss, "func", rules.loss)):
         output: Any = rules.loss(logprobs, batch, totals(batch, 1))
-    if fault := _fault(output):
-        raise UserError(f"{name} returned {fault}")
-
-
-def _fault(output: Any) -> str:
-    """Return why a loss's output cannot be trained on, and what to return; empty if it can."""
-    found = (output.loss, *output.metrics.values()) if isinstance(output, LossOutput) else (None,)
-    if not all(isinstance(one, torch.Tensor) for one in found):
-        return f"a {type(output).__name__}: return LossOutput(loss, metrics) of tensors"
-    if output.loss.dim():
-        return f"a loss of shape {tuple(output.loss.shape)}: return one number, such as its sum over totals.tokens"
-    if not output.loss.isfinite():
-        return "NaN or infinity: check what it divides by"
-    return "" if output.loss.requires_grad else "a loss without a gradient: compute it from logprobs"
+    metrics = output.metrics.values() if isinstance(output, LossOutput) else [None]
+    if not all(isinstance(one, torch.Tensor) for one in metrics):
+        raise UserError(f"{name} returned {output!r:.40}: return LossOutput(loss, metrics), all of them tensors")
+    faults = {"several numbers: return their sum over totals.tokens": output.loss.dim() > 0}
+    faults |= {"NaN or infinity: check what it divides by": not output.loss.isfinite().all()}
+    faults |= {"no gradient: compute it from logprobs": not output.loss.requires_grad}
+    refuse([f"{name} returned {fault}" for fault, found in faults.items() if found])

@@ -1,7 +1,4 @@
-"""Questions with answers, from a file or the hub: the one class of `gsm8k`, `math` and `jsonl`.
-
-They differ in their sources, their fields and who judges; all of that is in their YAML files.
-"""
+"""Questions with answers, from a file or the hub: the one class of `gsm8k`, `math`, `jsonl`, which differ in YAML."""
 
 from __future__ import annotations
 
@@ -30,12 +27,11 @@ MOST_UNREADABLE = 0.01  # the share of rows without an answer that a file may ha
 
 
 class Jsonl(DialogueTask):
-    """The task. A prompt's id is its split and its line in the file, as in `train-000012`.
+    """The task; `conf/task/jsonl.yaml` explains its settings. A prompt's id is split and line, as in `train-000012`.
 
     With `eval_path` that file is the eval split, and its questions are not trained on. Without, the `eval_fraction` of
     the questions with the smallest hashes is held out: the same for every seed, and copies of a question stay together.
-    `reward` is `numbers`, `math`, `judge`, `environment` or `module:function`; `conf/task/jsonl.yaml` explains the
-    rest. The data that `default_path` names is read when training needs it, a `path` at once.
+    The data that `default_path` names is read when training needs it, a `path` at once.
     """
 
     def __init__(

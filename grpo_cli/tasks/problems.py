@@ -1,5 +1,4 @@
-"""Problems with answers, of a file (JSONL, JSON, CSV, Parquet) or a data set of the hub: read, checked, split and made
-prompts."""
+"""Problems with answers, of a file or a data set of the hub: read, checked, split and made prompts."""
 
 from __future__ import annotations
 
@@ -44,11 +43,8 @@ class Problem:
 
 
 def read_problems(source: str, key: str, question_field: str, answer_field: str) -> list[Problem]:
-    """Read all rows of a file, or of `hub:NAME:SPLIT` or `hub:NAME:CONFIG:SPLIT`.
-
-    `key` is the setting that named the source (`task.path`), for messages. Blank lines are skipped; anything else that
-    is not a row is a UserError with its place. An answer may be a JSON number, which is kept as it was written.
-    """
+    """Read all rows of a file, or of `hub:NAME:SPLIT` or `hub:NAME:CONFIG:SPLIT`; `key` is the setting that named it.
+    UserError for what is neither a row nor a blank line. An answer may be a JSON number, kept as it was written."""
     problems = []
     for number, row in records(source, key):
         place = where(source, number)
@@ -214,10 +210,8 @@ def _wrong_chat(messages: list[Any]) -> str:
 class LazyPrompts(MadePrompts):
     """Problems as prompts, tokenised one at a time on demand: a large file costs little at start-up.
 
-    Only those that might be too long, judging by their bytes, are tokenised at once, to leave out what does not fit. So
-    is the first chat of each order of roles, for a template that refuses it. (A prompt that is too long for another
-    reason, a tokenizer that makes more tokens than bytes or what an environment `opens` an episode with, is refused
-    when it is made.)
+    Only those that might be too long, judging by their bytes, are tokenised at once, to leave out what does not fit,
+    and the first chat of each order of roles, for a template that refuses it. Others are refused when they are made.
     """
 
     def __init__(
@@ -290,10 +284,8 @@ class LazyPrompts(MadePrompts):
 
 
 def split_by_hash(problems: Sequence[Problem], fraction: float, source: str) -> tuple[list[Problem], list[Problem]]:
-    """Return problems to train on and problems held out, each in their order: at least one question on either side.
-
-    With a `fraction` of 1 all are held out and none is left to train on.
-    """
+    """Return problems to train on and problems held out, each in their order: at least one question on either side,
+    but with a `fraction` of 1 none to train on."""
     if fraction == 1:
         return [], list(problems)
     ranked = sorted(

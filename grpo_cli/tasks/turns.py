@@ -1,9 +1,8 @@
 """The observations of a model in an episode of several turns: by a class of one's own, or by functions as tools.
 
-Each is a pure function of a row and of what the model has written so far, as text. An object of a class has a state;
-where it is missing, a new object is made and gets the earlier turns again, so none has to be stored. Calls of tools are
-data: a name and arguments for a function of the user's own. Nothing that a model wrote is executed, and nothing that it
-wrote ends a run: for a call that cannot be read, and for an error of the user's code, the observation names the fault.
+Each is a pure function of a row and of what the model has written so far, as text. Where an object of a class is
+missing, a new one gets the earlier turns again, so none has to be stored. Calls of tools are data: nothing that a model
+wrote is executed or ends a run, and the observation names the fault of a call or of the user's code.
 """
 
 from __future__ import annotations

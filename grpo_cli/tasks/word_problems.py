@@ -21,8 +21,6 @@ from grpo_cli.tasks.turns import DialogueTask, TurnSettings
 from grpo_cli.types import Prompt, Reward, Rollout
 
 MOST_STEPS = 8
-
-
 # A story without its numbers: how it begins, what may happen, more and fewer, and the question. `{who}` is a name and
 # `{n}` a number.
 Scene = tuple[str, tuple[str, ...], tuple[str, ...], str]
@@ -104,10 +102,7 @@ def draw_story(rng: Random, steps: int, max_start: int, max_change: int) -> Stor
 
 
 class WordProblems(DialogueTask, GeneratedTask[Story]):
-    """The task. No sum of one split is in the other, whatever the words; no two texts of `eval` are alike.
-
-    The reward is 1 where the completion's final number is the answer, else 0.
-    """
+    """The task. The reward is 1 where the completion's final number is the answer, else 0."""
 
     name, sizes_are = "word_problems", "steps"
 

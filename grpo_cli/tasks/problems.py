@@ -182,7 +182,7 @@ def _field(row: Any, name: str, word: str, place: str) -> Any:
         found = ", ".join(map(plain, row)) or "none"
         if len(row) == 1:
             found += "; cells are separated by commas" * (";" in found)
-            found += "; a file of JSON is one array, or an object per line" * isinstance(*row.values(), list)
+            found += "; a file of JSON is one array, or an object per line" * isinstance([*row.values()][0], list)
         raise UserError(f"{place} has no field {name!r} (task.{word}_field); the fields are: {found}") from error
     text, wrong = str(value), ""
     if isinstance(value, list) and word == "question":

@@ -91,7 +91,7 @@ def test_a_part_gets_its_own_words_and_the_objects_that_it_names(user_module):
         ({"downsample": {"_target_": "user_rules.last"}}, "downsample._target_", "+downsample.<argument>=..."),
         ({"downsample": {"_target_": "user_rules.crash"}}, "user_rules.crash", "line "),
         ({"advantage": {"_target_": "user_rules.infinite"}}, "advantage user_rules.infinite", "NaN or infinity"),
-        ({"loss": {"_target_": "user_rules.detached"}}, "loss user_rules.detached", "does not require grad"),
+        ({"loss": {"_target_": "user_rules.detached"}}, "loss user_rules.detached", "no gradient"),
         ({"loss": {"_target_": "user_rules.compared"}}, "loss user_rules.compared", "TypeError"),
     ],
 )

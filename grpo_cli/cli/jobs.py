@@ -162,7 +162,8 @@ def _record(
     about |= {"code": records.code_version(), "data": records.digests(files)}
     called = [str(text) for key, text in leaves("", config).items() if key.endswith("_target_") or ":" in str(text)]
     modules = [name.rpartition(":" if ":" in name else ".")[0] for name in called if not is_package_target(name)]
-    about["own_code"] = records.digests(f"{module.replace('.', '/')}.py" for module in modules)
+    own = records.digests(f"{module.replace('.', '/')}.py" for module in modules)
+    about["own_code"] = {name: digest[:12] for name, digest in own.items()}
     choices = {group: choice for group, choice in command.choices.items() if not group.startswith("hydra/")}
     kept = {key: value for key, value in config.items() if key not in OF_A_RESUME}
     return records.RunRecord(command.name, tuple(typed), choices, kept, about)

@@ -156,7 +156,8 @@ def try_rules(rules: Rules, n: int, m: int) -> None:
         output: Any = rules.loss(logprobs, batch, totals(batch, 1))
     metrics = output.metrics.values() if isinstance(output, LossOutput) else [None]
     if not all(isinstance(one, torch.Tensor) for one in metrics):
-        raise UserError(f"{name} returned {output!r:.40}: return LossOutput(loss, metrics), all of them tensors")
+        found = f"a {type(output).__name__}"
+        raise UserError(f"{name} returned {found}: return LossOutput(loss, metrics), all of them tensors")
     faults = {"several numbers: return their sum over totals.tokens": output.loss.dim() > 0}
     faults |= {"NaN or infinity: check what it divides by": not output.loss.isfinite().all()}
     faults |= {"no gradient: compute it from logprobs": not output.loss.requires_grad}

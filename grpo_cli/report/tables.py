@@ -147,7 +147,7 @@ def footnotes(comparison: Comparison) -> list[str]:
     if any(arm.final_accuracy and arm.final_accuracy.over == "problems" for arm in arms):
         notes.append("* One seed, or seeds that agree: the interval is over the held-out problems, not over seeds.")
     if target is None:
-        notes.append("No run was evaluated, so there is no accuracy (eval.every).")
+        notes.append("No completed run was evaluated, so there is no accuracy (eval.every).")
     else:
         notes.append(
             f"Time to target: an accuracy of {target:.3f} ({comparison.target_is}); training seconds up to the first "

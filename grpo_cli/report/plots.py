@@ -40,8 +40,7 @@ LABEL_WIDTH = 48  # characters of a label in a picture; longer ones are broken i
 
 
 def pictures(comparison: Comparison) -> dict[str, bytes]:
-    """Return PNG and PDF files by name: accuracy, if it was measured (by step only where there is nothing to compare),
-    and training by step."""
+    """Return PNG and PDF files by name: accuracy (of one arm by step only) and training by step, if measured."""
     import matplotlib
 
     drawn = [arm for arm in comparison.arms if any(run.curve.steps for run in (*arm.runs, *arm.others))]
@@ -101,8 +100,9 @@ def _draw(panel: Axes, arm: Arm, axis: str, metric: str, colour: str, marker: st
         panel.fill_between(x[width - 1 :], low, high, color=colour, alpha=0.13, lw=0)
         if np.isfinite(low).any():
             panel.plot((), (), color="grey", alpha=0.3, lw=6, label=BAND + ("seeds" if several else "problems"))
+    name = _broken(f"{arm.label}, not averaged")
     for curve in [run.curve for run in arm.others if is_accuracy and run.curve.steps]:
-        panel.plot(curve.axes[axis], curve.values, color=colour, lw=1.0, ls=":", label="not averaged")
+        panel.plot(curve.axes[axis], curve.values, color=colour, lw=1.0, ls=":", label=name)
 
 
 def _broken(label: str) -> str:

@@ -154,10 +154,10 @@ def try_rules(rules: Rules, n: int, m: int) -> None:
     name = f"loss {name_of(rules.loss)}"
     with own_code_unless_ours(name, getattr(rules.loss, "func", rules.loss)):
         output: Any = rules.loss(logprobs, batch, totals(batch, 1))
-    metrics = output.metrics.values() if isinstance(output, LossOutput) else [None]
-    if not all(isinstance(one, torch.Tensor) for one in metrics):
-        found = f"a {type(output).__name__}"
-        raise UserError(f"{name} returned {found}: return LossOutput(loss, metrics), all of them tensors")
+    given = [output.loss, *output.metrics.values()] if isinstance(output, LossOutput) else [None]
+    if not all(isinstance(one, torch.Tensor) for one in given):
+        what = f"a {type(output).__name__}"
+        raise UserError(f"{name} returned {what}: return LossOutput(loss, metrics), all of them tensors")
     faults = {"several numbers: return their sum over totals.tokens": output.loss.dim() > 0}
     faults |= {"NaN or infinity: check what it divides by": not output.loss.isfinite().all()}
     faults |= {"no gradient: compute it from logprobs": not output.loss.requires_grad}

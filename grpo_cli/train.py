@@ -165,8 +165,7 @@ class Trainer:
         }
 
     def _save(self, state: Mapping[str, Any]) -> None:
-        """Save the last finished step; with train.checkpoint=lazy, copy weights and optimizer state and write them in
-        the background."""
+        """Save the last finished step; with train.checkpoint=lazy, write copies in the background."""
         parts, step, keep = self._parts, self._progress.step, self._settings.train.keep_checkpoints
         root = self._run_dir / layout.CHECKPOINTS
         with parts.meter.span("checkpoint"):

@@ -13,16 +13,18 @@ from typing import Any
 
 import made
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 from typed import done
 
 from grpo_cli.report.compare import Comparison, compare
-from grpo_cli.report.curves import curve_of, half_width, mean_curve
+from grpo_cli.report.curves import curve_of, interval, mean_curve
 from grpo_cli.report.make import make, training_runs
 from grpo_cli.report.overview import in_files, overview
 from grpo_cli.report.read import GREEDY, Run, State, read_all, read_rows, read_run
-from grpo_cli.report.tables import Table, arm_table
+from grpo_cli.report.tables import Table, arm_table, print_table
 from grpo_cli.runs.lock import sole_use
+from grpo_cli.support import terminal
 from grpo_cli.support.errors import UserError
 
 
@@ -91,8 +93,8 @@ def test_a_run_is_read_as_it_was_written_and_nothing_in_it_is_executed(tmp_path,
     settings = {"seed": 7, "n": 8, "m": "${n}", "x": "${oc.env:SECRET}"}
     run = read_run(leave(tmp_path, (0.25, 0.5, 0.375), settings=settings, seconds_per_step=2.0), "a")
     assert (run.state, run.reason, run.recorded.seed, run.notes) == (State.COMPLETED, "", 7, ())
-    assert run.curve.steps == (0, 10, 20) and run.curve.along("clock/train_seconds") == (0.0, 20.0, 40.0)
-    assert (run.final_accuracy, run.accuracy_interval) == (0.375, (0.1, 0.9))
+    assert run.curve.steps == (0, 10, 20) and run.curve.axes["clock/train_seconds"] == (0.0, 20.0, 40.0)
+    assert (run.final_accuracy, run.curve.intervals[-1]) == (0.375, (0.1, 0.9))
     assert (run.steps, run.seconds, run.generated_tokens, run.trained_tokens) == (20, 40.0, 2000.0, 500.0)
     assert run.peak_bytes == 20 * 2**20
     assert (run.recorded.settings["m"], run.recorded.settings["x"]) == (8, "${oc.env:SECRET}")
@@ -115,7 +117,7 @@ def test_lines_that_are_no_records_or_were_written_anew_are_left_out(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(lines_of(*rows) + "\n".join(odd))
     found, notes = read_rows(tmp_path / "metrics.jsonl")
     assert [(row["step"], row["x"]) for row in found] == [(0, 0.0), (1, 0.0), (2, -math.inf), (3, 1.0)]
-    assert notes == ["metrics.jsonl: left out 6 lines that cannot be read, the first is line 9"]
+    assert notes == ["metrics.jsonl: lines left out that cannot be read: 6, the first is line 9"]
 
 
 @pytest.mark.parametrize(
@@ -169,8 +171,8 @@ def test_evaluations_alone_are_shown_side_by_side(tmp_path, capsys):
     shown = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines() if "search" in line]
     assert shown == [
         "evaluation search greedy tokens tokens of a reply",
-        "search=majority 0.625 0.500 (0.250–0.750) 1,264 18",
-        "search=none – 0.500 (0.250–0.750) – 18",
+        "search=majority 0.625 0.500 [0.250, 0.750] 1,264 18",
+        "search=none – 0.500 [0.250, 0.750] – 18",
     ]
     with pytest.raises(UserError, match="no training run in or below"):
         runs_in(tmp_path)
@@ -216,9 +218,15 @@ def test_arms_are_compared_seed_by_seed_with_the_one_that_is_named(tmp_path):
     found = {arm["settings"]["n"]: arm["difference"] for arm in numbers["arms"]}
     assert (found[16]["mean"], found[16]["low"]) == (pytest.approx(0.2), pytest.approx(0.2 - 0.2484, abs=1e-4))
     assert found[32]["mean"] == pytest.approx(-0.1) and found[32]["over"] == ""
-    assert "+0.200 (-0.048–+0.448)" in screen and "less that of n=8" in screen
-    with pytest.raises(UserError, match="--base=n=9 is no arm"):
-        reported(tmp_path / "runs", base="n=9")
+    assert "+0.200 [-0.048, +0.448]" in screen and "less that of n=8" in screen
+    with pytest.raises(UserError, match="--base=n=8 k=1 is no arm"):
+        compared(tmp_path / "runs", base="n=8 k=1")
+    for i, (n, rule, path) in enumerate([(8, "a", "x"), (8, "b", "x"), (16, "a", "x"), (16, "b", "x"), (16, "b", "y")]):
+        settings = {"n": n, "rule": rule, "task": {"path": path}}  # of the first only n was typed, which names it
+        leave(tmp_path / f"grid/{i}", settings=settings, words=[f"n={n}", f"rule={rule}"][: 1 + i])
+    grid = compared(tmp_path / "grid", base="rule=b task.path=x")
+    assert grid.bases == (grid.arms[1], None, grid.arms[3], None, None), "the same n; not another task"
+    assert compared(tmp_path / "grid").bases == (None, *[grid.arms[0]] * 3, None)
 
 
 def test_how_many_times_as_fast_an_arm_is_is_a_geometric_mean_over_the_seeds_that_get_there(tmp_path):
@@ -252,18 +260,18 @@ def test_a_run_that_did_not_complete_changes_no_mean_and_a_repeated_seed_counts_
     assert (arm.others[0].name, arm.others[0].state) == ("1", State.REPEATED)
 
 
-def test_the_target_is_of_the_highest_accuracy_and_the_best_arm_ends_best(tmp_path):
-    """n=1 had the best evaluation, n=2 ends best; neither is the last arm, nor any best the last evaluation."""
+def test_the_target_is_of_the_highest_accuracy(tmp_path):
+    """That of n=1, which is neither the last arm nor its last evaluation."""
     for i, accuracies in enumerate([(0.5, 0.6, 0.4), (0.5, 0.9, 0.6), (0.7, 0.8, 0.75), (0.1, 0.2, 0.1)]):
         leave(tmp_path / "a" / str(i), accuracies, settings={"n": i})
     comparison = compared(tmp_path / "a")
-    assert comparison.target == pytest.approx(0.95 * 0.9) and comparison.best.label == "n=2"
+    assert comparison.target == pytest.approx(0.95 * 0.9)
     leave(tmp_path / "a" / "again", (0.5, 0.6, 0.6), settings={"n": 1, "seed": 1}, seconds_per_step=2.0)
-    assert compared(tmp_path / "a").arms[1].reaching(0.6) == (15.0, 2)
+    assert compared(tmp_path / "a").arms[1].reaching(0.6) == [10.0, 20.0]
     assert "10.0 s (1 of 2)" in arm_table(compared(tmp_path / "a", target=0.7)).rows[1]
     leave(tmp_path / "b", {5: math.nan})  # not evaluated
     comparison = compared(tmp_path / "b")
-    assert (comparison.target, comparison.best, comparison.arms[0].final_accuracy) == (None, None, None)
+    assert (comparison.target, comparison.arms[0].final_accuracy) == (None, None)
 
 
 def test_the_accuracy_of_samples_can_be_compared_instead(tmp_path):
@@ -271,7 +279,7 @@ def test_the_accuracy_of_samples_can_be_compared_instead(tmp_path):
     row = {"step": 4, "eval/accuracy": 1.0, "eval/pass@1": 0.375, "eval/pass@1_low": 0.125, "eval/pass@1_high": 0.625}
     (run / "metrics.jsonl").write_text(lines_of({"step": 0, "eval/pass@1": 0.25}, row | {"eval/length_mean": 9.0}))
     (found,) = runs_in(tmp_path, metric="eval/pass@1")
-    assert (found.curve.accuracy, found.accuracy_interval) == ((0.25, 0.375), (0.125, 0.625))
+    assert (found.curve.values, found.curve.intervals[-1]) == ((0.25, 0.375), (0.125, 0.625))
     with pytest.raises(UserError, match="--metric=reward/mean is no accuracy in these runs: they have eval/accuracy, "):
         runs_in(tmp_path, metric="reward/mean")
 
@@ -281,18 +289,14 @@ def test_curves_of_different_evaluations_are_averaged_where_all_are():
     seldom, late = curve_of(rows_of({0: 0.0, 20: 0.5}, 20, 3.0)), curve_of(rows_of({40: 1.0}, 40))
     mean = mean_curve([often, seldom])
     assert mean.steps == (0, 10, 20)  # the second one ends at 20, and is at 0.25 half-way
-    assert mean.accuracy == pytest.approx((0.0, 0.625, 0.75))
+    assert mean.values == pytest.approx((0.0, 0.625, 0.75))
     assert mean.axes["clock/train_seconds"] == (0.0, 20.0, 40.0)
-    assert half_width([often, seldom])[1] == pytest.approx(12.7062 * 0.75 / 2, rel=1e-4)  # 12.7: Student's, one degree
+    assert interval([often, seldom])[1][1] == pytest.approx(0.625 + 12.7062 * 0.75 / 2, rel=1e-4)  # 12.7: Student's
     assert mean_curve([often, late]).steps == mean_curve([]).steps == ()
 
 
-@pytest.fixture
-def without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arms_are_shown_and_apart_what_is_not_averaged(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-
-
-def test_arms_are_shown_and_apart_what_is_not_averaged(tmp_path, without_matplotlib):
     for i, (n, seed, last) in enumerate([(8, 0, 0.7), (8, 1, 0.9), (16, 0, 0.95)]):
         settings = {"n": n, "seed": seed, "train": {"steps": 20}}
         leave(tmp_path / "runs" / str(i), (0.5, 0.6, last), settings=settings, words=[f"n={n}"])
@@ -301,15 +305,15 @@ def test_arms_are_shown_and_apart_what_is_not_averaged(tmp_path, without_matplot
     screen, numbers = reported(tmp_path / "runs", target=0.7)
     [line] = [line.split() for line in screen.splitlines() if line.split()[:2] == ["n=8", "2"]]
     # Student's interval of two seeds is 0.8 ± 12.7 * 0.14 / sqrt(2), cut to what an accuracy can be.
-    assert line[2:7] == ["0.500", "0.800", "(0.000–1.000)", "20.0", "s"]
-    assert "0.950 (0.100–0.900)*" in screen and "Means over the 3 completed of 5 runs" in screen
+    assert line[2:] == ["0.800", "[0.000,", "1.000]", "–", "–"]
+    assert "0.950 [0.100, 0.900]*" in screen and "All arms: before 0.500, time to target 20.0 s" in screen
     apart = screen.partition("Not averaged:")[2]
     assert all(part in apart for part in ("RuntimeError: it broke", "n=16 m=32", "m=32 must be at most", "10/20"))
     assert "pip install 'grpo-cli[plot]'" in screen
     first, second = numbers["arms"]
-    assert (numbers["columns"], first["settings"], first["seconds_to_target"]) == (["n"], {"n": 8}, 20.0)
+    assert (numbers["columns"], first["settings"], first["seconds_to_target"]["mean"]) == (["n"], {"n": 8}, 20.0)
     assert first["final_accuracy"]["mean"] == pytest.approx(0.8)
-    assert first["runs"][1]["curve"]["accuracy"] == [0.5, 0.6, 0.9]
+    assert first["runs"][1]["curve"]["values"] == [0.5, 0.6, 0.9]
     assert [run["state"] for run in (*second["not_averaged"], *numbers["without_settings"])] == ["failed", "skipped"]
 
 
@@ -321,7 +325,7 @@ def test_more_arms_than_colours_and_runs_without_numbers_can_be_drawn(tmp_path):
         leave(tmp_path / "runs" / str(i), (0.5, 0.5 + i / 100, 0.6), settings=settings, status=status)
     leave(tmp_path / "runs" / "12", {}, settings={"_n": "12"})
     reported(tmp_path / "runs")
-    assert (tmp_path / "out" / "accuracy.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "out" / "accuracy.pdf").read_bytes().startswith(b"%PDF")
 
 
 def test_a_report_begins_with_what_its_runs_share(tmp_path):
@@ -335,12 +339,29 @@ def test_a_report_begins_with_what_its_runs_share(tmp_path):
     assert command == "all of them: grpo train train.steps=20"
 
 
-def test_a_table_is_written_for_spreadsheets_pages_and_papers():
-    table = Table(("arm", "share"), (("a|b_c, d", "1–2%"),), frozenset({"share"}))
-    found = {name: data.decode() for name, data in in_files(table).items()}
-    assert [*csv.reader(found["report.csv"].splitlines())] == [["arm", "share"], ["a|b_c, d", "1–2%"]]
-    assert found["report.md"] == "| arm | share |\n| --- | ---: |\n| a\\|b_c, d | 1–2% |\n"
-    assert found["report.tex"].splitlines()[2:5] == [r"arm & share \\", r"\midrule", r"a|b\_c, d & 1--2\% \\"]
+def test_the_table_is_written_for_spreadsheets_pages_and_papers(tmp_path):
+    for i, accuracy in enumerate((0.5, 0.25, 0.75, 0.25)):
+        leave(tmp_path / f"{i}", (0.5, accuracy), settings={"rule": ("a|b_c", "d")[i % 2], "seed": i // 2})
+    found = {name: data.decode() for name, data in in_files(compared(tmp_path)).items()}
+    one, other = csv.DictReader(found["report.csv"].splitlines())
+    names = ("rule", "runs", "final_accuracy", "difference", "final_accuracy_seed_0", "final_accuracy_seed_1")
+    assert [one[name] for name in names] == ["a|b_c", "2", "0.625", "", "0.5", "0.75"]
+    assert float(other["difference"]) == -0.375 and float(other["difference_low"]) == -1.0, "not -0.375 - 12.7 * 0.125"
+    assert "| a\\|b_c | 0.625 [0.000, 1.000] | – |" in found["report.md"]
+    assert r"d & 0.250 [0.100, 0.900]* & $-$0.375 [$-$1.000, +1.000] &" in found["report.tex"]
+    assert all(part in found["report.tex"] for part in (r"\caption{", r"less that of rule=a|b\_c", "0.594 (95 \\% of"))
+
+
+def test_in_a_narrow_terminal_every_cell_is_shown_beside_its_row(monkeypatch):
+    table = Table(("arm", "time to target", "peak"), (("a b", "1.2 s (2 of 3)", "3 MiB"), ("日本", "–", "4 MiB")))
+    monkeypatch.setenv("TERM", "dumb")
+    for width in range(21, 60):
+        monkeypatch.setenv("COLUMNS", str(width))
+        screen = io.StringIO()
+        print_table(terminal.console(screen, force_terminal=True), table)
+        lines = screen.getvalue().splitlines()
+        assert all(cell_len(line) <= width for line in lines) and sum("time to target" in line for line in lines) == 1
+        assert [line for line in lines if line.startswith("日本")][-1].endswith(" 4 MiB")
 
 
 def test_the_command_reports_real_runs_as_their_summaries_do(tmp_path, monkeypatch):
@@ -355,7 +376,7 @@ def test_the_command_reports_real_runs_as_their_summaries_do(tmp_path, monkeypat
     (first,), (second,) = (arm["runs"] for arm in found["arms"])
     for run in (first, second):
         summary = json.loads((Path(run["folder"]) / "summary.json").read_text())
-        assert run["curve"]["accuracy"][-1] == summary["final_accuracy"] and run["curve"]["steps"] == [0, 1, 2]
+        assert run["curve"]["values"][-1] == summary["final_accuracy"] and run["curve"]["steps"] == [0, 1, 2]
         assert (run["steps"], run["seconds"]) == (2, summary["train_seconds"])
         totals = [summary[name] for name in ("generated_tokens", "trained_tokens")]
         assert [run["generated_tokens"], run["trained_tokens"]] == totals

@@ -38,52 +38,35 @@ def test_the_last_step_is_shown_prompt_by_prompt_with_what_became_of_each_rollou
         row(step=2, prompt_id="q", prompt="2+2=", answer="4", reply="4", reward=0.25),
         row(step=2, sample=1, reply="3", reward=0.0, **dropped),
     ]
-    expected = """
+    expected = """\
 prompt p, answer 2
   1+1=
-
   sample 0: reward 1 (correct 1, form 0.5)  advantage +0.5  2 tokens, eos  kept
     2
-
   sample 1: reward 0  2 tokens, length  dropped: not chosen
     3
-
 prompt q, answer 4
   2+2=
-
   sample 0: reward 0.25  advantage +0.5  2 tokens, eos  kept
-    4
-"""
-    assert done("show", run(tmp_path / "r", *rows)).partition("\n")[2] == expected
+    4"""
+    lines = done("show", run(tmp_path / "r", *rows)).splitlines()
+    assert [*filter(None, lines[1:])] == expected.splitlines()
 
 
-def test_a_report_has_a_prompt_s_group_of_the_first_step_and_of_the_last(tmp_path):
-    rows = [row(step=1, prompt_id="q", reply="of another"), row(step=1, sample=1, reply="3", reward=0.0)]
-    rows += [row(step=1, reply="*\n2*"), row(step=2, reply="between"), row(step=3)]
-    expected = """\
-## Step 1
-
-    1+1=
-
-- reward 1, advantage +0.5, 2 tokens, eos, kept
-
-        *
-        2*
-
-- reward 0, advantage +0.5, 2 tokens, eos, kept
-
-        3
-
-## Step 3
-
-    1+1=
-
-- reward 1, advantage +0.5, 2 tokens, eos, kept
-
-        2
-"""
-    assert before_and_after(Path(run(tmp_path / "r", *rows))) == expected
-    assert before_and_after(Path(run(tmp_path / "one", rows[0]))) is None
+def test_a_report_has_one_prompt_s_first_and_last_rollouts_in_each_arm(tmp_path):
+    """p, which both arms repeat and whose rewards changed, rather than q or the longer span of r."""
+    rows = [row(step=1, prompt_id="r", prompt="r"), row(step=2, sample=1, reply="3", reward=0.0), row(step=2)]
+    rows += [row(step=3, prompt_id="q"), row(step=4, reply="between"), row(step=5, prompt_id="q", reward=0.0)]
+    rows += [row(step=6, reply="*\n2*"), row(step=9, prompt_id="r", prompt="r")]
+    arms = {"a": Path(run(tmp_path / "a", *rows)), "b": Path(run(tmp_path / "b", *rows[:3], *rows[4:]))}
+    text = before_and_after(arms)
+    group = ["    1+1=", "Its answer:", "    2", "- reward 1, advantage +0.5, 2 tokens, eos, kept"]
+    early = ["### Step 2, prompt p", *group, "        2", group[-1].replace("reward 1", "reward 0"), "        3"]
+    both = [*early, "### Step 6, prompt p", *group, "        *", "        2*"]
+    assert text is not None and [line for line in text.splitlines() if line][1:] == ["## a", *both, "## b", *both]
+    once = before_and_after({"a": Path(run(tmp_path / "once", rows[0], rows[3]))})
+    assert once is not None and "Step 1, prompt r" in once and "Step 3, prompt q" in once
+    assert before_and_after({"a": Path(run(tmp_path / "one", rows[0]))}) is None
 
 
 @pytest.mark.parametrize(
@@ -121,7 +104,7 @@ def test_damaged_lines_are_named_and_the_rest_is_shown(tmp_path):
     whole = {name: value for name, value in row(reply="whole").items() if name in bare}
     odd = ["{\n", "[1]\n", "\n", row(sample="1"), row(reply=None)]
     said = done("show", run(tmp_path / "r", row(), *odd, whole, json.dumps(row())[:50]))
-    assert "note: rollouts.jsonl: left out 5 lines that cannot be read, the first is line 2" in said
+    assert "note: rollouts.jsonl: lines left out that cannot be read: 5, the first is line 2" in said
     assert "    whole" in said and "2 of 2 recorded" in said
 
 

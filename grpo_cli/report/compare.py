@@ -13,7 +13,7 @@ from functools import cached_property
 
 from grpo_cli.report.curves import GREEDY, Curve, mean_curve
 from grpo_cli.report.read import Run, State
-from grpo_cli.report.recorded_settings import RecordedSettings, Setting
+from grpo_cli.report.recorded_settings import RecordedSettings, Setting, words
 from grpo_cli.support.errors import UserError, closest
 from grpo_cli.support.formatting import shown
 from grpo_cli.support.intervals import student_95
@@ -21,6 +21,7 @@ from grpo_cli.support.intervals import student_95
 # Settings that name a run or its folder and change no measurement, and the seed, which is averaged over.
 NO_DIFFERENCE = ("seed", "run_dir", "resume", "accept_damage", "logger", "hydra")
 DEFAULT_TARGET = 0.95  # of the best arm's best mean accuracy
+TASK = ("task", "task.path", "task.eval_path")  # what says which problems are held out
 
 
 @dataclass(frozen=True)
@@ -37,13 +38,14 @@ class Estimate:
 class Arm:
     """Runs that differ only in their seed. `runs` are completed; `others` are not, or repeat a seed."""
 
+    label: str
     settings: Mapping[str, Setting]
     runs: tuple[Run, ...]
     others: tuple[Run, ...]
 
     @property
-    def label(self) -> str:
-        return " ".join(f"{key}={shown(value)}" for key, value in self.settings.items()) or "all runs"
+    def task(self) -> list[Setting]:
+        return [(*self.runs, *self.others)[0].recorded.settings.get(key) for key in TASK]
 
     @cached_property
     def curves(self) -> list[Curve]:
@@ -59,17 +61,17 @@ class Arm:
         evaluation."""
         evaluated = [run for run in self.runs if run.final_accuracy is not None]
         found = estimate((run.final_accuracy for run in evaluated), 0.0, 1.0)
-        if found is None or found.over or evaluated[-1].accuracy_interval is None:
+        if found is None or found.over or math.isnan(sum(evaluated[-1].curve.intervals[-1])):
             return found
-        return Estimate(found.mean, *evaluated[-1].accuracy_interval, over="problems")
+        return Estimate(found.mean, *evaluated[-1].curve.intervals[-1], over="problems")
 
     def less(self, base: Arm) -> Estimate | None:
         """Return the difference in final accuracy, seed by seed: what two runs share by their seed cancels out."""
         of_base = {run.recorded.seed: run.final_accuracy for run in base.runs}
         pairs = [(run.final_accuracy, of_base.get(run.recorded.seed)) for run in self.runs]
-        return estimate(mine - theirs for mine, theirs in pairs if mine is not None and theirs is not None)
+        return estimate((mine - theirs for mine, theirs in pairs if mine is not None and theirs is not None), -1.0, 1.0)
 
-    def speedup(self, base: Arm, accuracy: float) -> Estimate | None:
+    def speedup(self, base: Arm, accuracy: float | None) -> Estimate | None:
         """Return how many times faster than `base` it reaches an accuracy: the geometric mean over the seeds with which
         both do."""
         mine, theirs = (
@@ -83,25 +85,26 @@ class Arm:
         """Return the mean over seeds of a nonnegative figure of the runs such as `peak_bytes`."""
         return estimate((getattr(run, figure) for run in self.runs), 0.0)
 
-    def reaching(self, accuracy: float) -> tuple[float | None, int]:
-        """Return the mean seconds of the runs that reach an accuracy, and their number."""
-        seconds = [second for curve in self.curves if (second := curve.first_reaching(accuracy)) is not None]
-        return statistics.fmean(seconds) if seconds else None, len(seconds)
+    def reaching(self, accuracy: float | None) -> list[float]:
+        """Return the seconds of the runs that reach an accuracy."""
+        return [second for curve in self.curves if (second := curve.first_reaching(accuracy)) is not None]
 
 
 @dataclass(frozen=True)
 class Comparison:
     """Arms in the order of their first runs, by `columns`; settings in `also` differ only along with these.
 
-    `unknown` are runs without a record. Differences are to the arm `base`.
+    `unknown` are runs without a record. `bases` has for each arm the one that it is compared with, `base` in words.
     """
 
     columns: tuple[str, ...]
     also: tuple[str, ...]
     arms: tuple[Arm, ...]
     unknown: tuple[Run, ...]
-    base: Arm | None
+    base: str
+    bases: tuple[Arm | None, ...]
     target: float | None
+    target_is: str
     metric: str
 
     @property
@@ -109,40 +112,40 @@ class Comparison:
         """Return the runs that are not averaged."""
         return [*(run for arm in self.arms for run in arm.others), *self.unknown]
 
-    @property
-    def best(self) -> Arm | None:
-        """Return the arm with the highest mean final accuracy, if several have one."""
-        found = [(arm.final_accuracy.mean, arm) for arm in self.arms if arm.final_accuracy]
-        return max(found, key=lambda pair: pair[0])[1] if len(found) > 1 else None
-
 
 def compare(
     runs: Sequence[Run], target: float | None = None, metric: str = GREEDY, base: str | None = None
 ) -> Comparison:
-    """Group the runs into arms. `target` is the accuracy that is timed, by default DEFAULT_TARGET of the best; `base`
-    the label of the arm that the others are compared with, by default the first.
-
-    `metric` is the one that the runs were read with.
-    """
+    """Group the runs, read with `metric`, into arms. `target` is the accuracy that is timed, by default DEFAULT_TARGET
+    of the best; `base` is the label of the arm that the others are compared with, by default the first, or settings,
+    where the rest is to be as in the arm that is compared. Arms of different tasks are not compared."""
     if target is not None and not 0 < target <= 1:
         raise UserError(f"--target={target:g} must be an accuracy above 0 and at most 1")
     known = [run for run in runs if run.recorded.known]
     columns, also = differences([run.recorded for run in known])
-    members: dict[tuple[str, ...], list[Run]] = {}
+    members: dict[str, list[Run]] = {}
     for run in known:
-        members.setdefault(tuple(_value(run.recorded, column) for column in columns), []).append(run)
-    arms = tuple(_arm(columns, of_arm) for of_arm in members.values())
-    named = {arm.label: arm for arm in arms}
-    if base is not None and base not in named:
-        raise UserError(
-            f"--base={base} is no arm of these runs{closest(base, list(named))}; there is: {', '.join(named)}"
-        )
+        members.setdefault(words(run.recorded.settings, columns), []).append(run)
+    first = [runs[0].recorded for runs in members.values()]
+    short = [words(one.settings, [key for key in columns if key in one.typed]) for one in first]  # by what was typed
+    alone = known[0].name if len(known) == 1 else "all runs"
+    labels = short if len({*short, ""}) > len(short) else [whole or alone for whole in members]
+    arms = tuple(_arm(*labelled, columns) for labelled in zip(labels, members.values(), strict=True))
+    base = base or next(iter(labels), "")
+    by_label, by_settings = ({name: arm for name, arm in zip(names, arms, strict=True)} for names in (labels, members))
+    other = dict(word.partition("=")[::2] for word in base.split())
+    keys = dict.fromkeys([*columns, *other])  # no arm has a key that is no column
+    found = [by_label.get(base) or by_settings.get(words({**arm.settings, **other}, keys)) for arm in arms]
+    if arms and not any(found):
+        raise UserError(f"--base={base} is no arm of these runs{closest(base, labels)}; there is: {', '.join(labels)}")
+    pairs = zip(arms, found, strict=True)
+    bases = tuple(one if one is not arm and one and one.task == arm.task else None for arm, one in pairs)
+    target_is = "--target" if target else f"{100 * DEFAULT_TARGET:g} % of the highest"
     if target is None:
-        best = max((max(arm.mean_curve.accuracy) for arm in arms if arm.mean_curve.accuracy), default=None)
+        best = max((value for arm in arms for value in arm.mean_curve.values), default=None)
         target = None if best is None else DEFAULT_TARGET * best
     unknown = tuple(run for run in runs if not run.recorded.known)
-    found = named[base] if base else arms[0] if arms else None
-    return Comparison(columns, also, arms, unknown, found, target, metric)
+    return Comparison(columns, also, arms, unknown, base, bases, target, target_is, metric)
 
 
 def differences(recorded: Sequence[RecordedSettings]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -151,27 +154,22 @@ def differences(recorded: Sequence[RecordedSettings]) -> tuple[tuple[str, ...], 
     What was typed comes first, in the order of typing, then choices, then what still differs between runs that are
     alike in all of these.
     """
+
+    def many(keys: Sequence[str]) -> int:
+        return len({words(one.settings, keys) for one in recorded})
+
     keys = dict.fromkeys(key for one in recorded for key in one.settings)
-    differing = [key for key in keys if key.partition(".")[0] not in NO_DIFFERENCE and _count([key], recorded) > 1]
+    differing = [key for key in keys if key.partition(".")[0] not in NO_DIFFERENCE and many([key]) > 1]
     typed = list(dict.fromkeys(key for one in recorded for key in one.typed))
     columns = [key for key in typed if key in differing]
     groups = frozenset[str]().union(*(one.groups for one in recorded))
     for key in sorted(differing, key=lambda key: key not in groups):
-        if key not in columns and _count([*columns, key], recorded) > _count(columns, recorded):
+        if key not in columns and many([*columns, key]) > many(columns):
             columns.append(key)
     return tuple(columns), tuple(key for key in differing if key not in columns)
 
 
-def _count(keys: Sequence[str], recorded: Sequence[RecordedSettings]) -> int:
-    """Return how many different values these settings have together."""
-    return len({tuple(_value(one, key) for key in keys) for one in recorded})
-
-
-def _value(recorded: RecordedSettings, key: str) -> str:
-    return shown(recorded.settings[key]) if key in recorded.settings else ""
-
-
-def _arm(columns: Sequence[str], runs: Sequence[Run]) -> Arm:
+def _arm(label: str, runs: Sequence[Run], columns: Sequence[str]) -> Arm:
     """Build an arm. Two completed runs of one seed are one sample: the later run counts, the earlier ones are set
     apart, with the reason."""
     counted = {run.recorded.seed: run for run in runs if run.state == State.COMPLETED}
@@ -182,7 +180,7 @@ def _arm(columns: Sequence[str], runs: Sequence[Run]) -> Arm:
             others[i] = replace(run, state=State.REPEATED, reason=again)
     settings = runs[0].recorded.settings
     kept = {column: settings[column] for column in columns if column in settings}
-    return Arm(kept, tuple(counted.values()), tuple(others))
+    return Arm(label, kept, tuple(counted.values()), tuple(others))
 
 
 def estimate(values: Iterable[float | None], least: float = -math.inf, most: float = math.inf) -> Estimate | None:

@@ -1,4 +1,4 @@
-"""Held-out accuracy over a run: single curves, their mean over runs, and where they reach an accuracy."""
+"""Metrics over a run: single curves, their mean over runs, and where they reach an accuracy."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Rows = Sequence[Mapping[str, float | int]]  # of a run's metrics.jsonl
 
 GREEDY = "eval/accuracy"
 
-# What accuracy is plotted against besides steps: the metric and its label.
+# What accuracy is plotted against: the metric and its label.
 CLOCK = "clock/train_seconds"
-AXES = {CLOCK: "training seconds", "tokens/generated": "generated tokens"}
+AXES = {CLOCK: "training seconds", "tokens/generated": "generated tokens", "step": "steps"}
 
 # What else is drawn by step.
 SERIES = {"reward/mean": "reward", "response/length_mean": "completion length", "policy/entropy": "entropy"}
@@ -31,34 +31,32 @@ def accuracy_label(metric: str) -> str:
 
 @dataclass(frozen=True)
 class Curve:
-    """Held-out accuracy of one run at each of its evaluations, and their positions on each axis of AXES."""
+    """A metric of one run at each step that has it, and the positions of these steps on each axis of AXES."""
 
     steps: tuple[int, ...]
-    accuracy: tuple[float, ...]
+    values: tuple[float, ...]
     axes: Mapping[str, tuple[float, ...]]
+    intervals: tuple[tuple[float, float], ...] = ()  # 95 %, of an accuracy over the problems; a mean has none
 
-    def along(self, axis: str) -> tuple[float, ...]:
-        """Return the positions of the evaluations on an axis of AXES, or on "step"."""
-        return tuple(map(float, self.steps)) if axis == "step" else self.axes[axis]
-
-    def first_reaching(self, accuracy: float) -> float | None:
-        """Return the seconds up to the first evaluation with at least this accuracy, None if there is none."""
-        return next((x for x, y in zip(self.axes[CLOCK], self.accuracy, strict=True) if y >= accuracy), None)
+    def first_reaching(self, value: float | None) -> float | None:
+        """Return the seconds up to the first step with at least this value, None if there is none."""
+        return next((x for x, y in zip(self.axes[CLOCK], self.values, strict=True) if value and y >= value), None)
 
 
 def curve_of(rows: Rows, metric: str = GREEDY) -> Curve:
-    """Return the evaluations among the rows; an accuracy that is not finite is skipped."""
-    evaluated = [row for row in rows if math.isfinite(row.get(metric, math.nan))]
+    """Return the metric in the rows; a value that is not finite is skipped."""
+    found = [row for row in rows if math.isfinite(row.get(metric, math.nan))]
     return Curve(
-        steps=tuple(int(row["step"]) for row in evaluated),
-        accuracy=tuple(row[metric] for row in evaluated),
+        steps=tuple(int(row["step"]) for row in found),
+        values=tuple(row[metric] for row in found),
         # Before the first step clock and tokens are 0.
-        axes={axis: tuple(row.get(axis, math.nan) if row["step"] else 0.0 for row in evaluated) for axis in AXES},
+        axes={axis: tuple(float(row.get(axis, math.nan)) if row["step"] else 0.0 for row in found) for axis in AXES},
+        intervals=tuple((row.get(f"{metric}_low", math.nan), row.get(f"{metric}_high", math.nan)) for row in found),
     )
 
 
 def mean_curve(curves: Sequence[Curve]) -> Curve:
-    """Return the mean over runs at each step, of accuracy and of the position on each axis.
+    """Return the mean over runs at each step, of the metric and of the position on each axis.
 
     Runs evaluated at different steps are interpolated linearly between their evaluations; only steps that all of them
     cover are used, so that no run enters or leaves the mean on the way. Empty if there are none.
@@ -69,13 +67,14 @@ def mean_curve(curves: Sequence[Curve]) -> Curve:
         return tuple(_at(steps, curves, values).mean(axis=0).tolist()) if steps else ()
 
     axes = {axis: mean([curve.axes[axis] for curve in curves]) for axis in AXES}
-    return Curve(tuple(steps), mean([curve.accuracy for curve in curves]), axes)
+    return Curve(tuple(steps), mean([curve.values for curve in curves]), axes)
 
 
-def half_width(curves: Sequence[Curve]) -> Float[np.ndarray, " steps"]:
-    """Return half of the 95 % interval over two or more runs at each step of `mean_curve`."""
-    spread = _at(_common_steps(curves), curves, [curve.accuracy for curve in curves]).std(axis=0, ddof=1)
-    return student_95(len(curves) - 1) * spread / math.sqrt(len(curves))
+def interval(curves: Sequence[Curve]) -> Float[np.ndarray, "2 steps"]:
+    """Return both ends of the 95 % interval over two or more runs at each step of `mean_curve`."""
+    values = _at(_common_steps(curves), curves, [curve.values for curve in curves])
+    half = student_95(len(curves) - 1) * values.std(axis=0, ddof=1) / math.sqrt(len(curves))
+    return values.mean(axis=0) + np.array([-half, half])
 
 
 def _common_steps(curves: Sequence[Curve]) -> list[int]:

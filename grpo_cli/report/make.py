@@ -14,13 +14,13 @@ from grpo_cli.report.overview import in_files, overview
 from grpo_cli.report.read import Run, read_all
 from grpo_cli.report.rollouts import before_and_after
 from grpo_cli.report.side_by_side import labelled, show_evaluations
-from grpo_cli.report.tables import arm_table, as_json, show
+from grpo_cli.report.tables import as_json, show
 from grpo_cli.runs import layout
 from grpo_cli.runs.files import json_line, write_atomically
 from grpo_cli.support import terminal
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.extras import absent, installed
-from grpo_cli.support.formatting import plain
+from grpo_cli.support.formatting import plain, shown
 
 
 def make(
@@ -33,11 +33,10 @@ def make(
 ) -> Comparison | None:
     """Report on every run in or below `folders`, into `out` or a new folder below outputs/report.
 
-    The folder gets pictures, a group of rollouts before and after, and `report.json` with every number; of evaluations
+    The folder gets pictures, tables, rollouts early and late, and `report.json` with every number; of evaluations
     alone a table is shown and nothing written (None). UserError if there are no runs or `out` cannot be written.
     """
-    console = console or terminal.console()
-    out = out or layout.new_folder("report")
+    console, out = console or terminal.console(), out or layout.new_folder("report")
     read = read_all(folders, metric)
     if read and all(run.recorded.command == "eval" for run in read):
         show_evaluations(labelled(read))
@@ -48,10 +47,10 @@ def make(
         notes.append(f"Left out, not being training runs: {', '.join(others)}.")
     drawn = plots.pictures(comparison) if installed("matplotlib") else {}
     files = {**drawn, "report.json": json_line(as_json(comparison), indent=1).encode()}
-    files |= in_files(arm_table(comparison)) if comparison.arms else {}
-    groups = (before_and_after(run.folder) for arm in comparison.arms for run in arm.runs)
-    if (group := next(filter(None, groups), None)) is not None:
-        files["rollouts.md"] = group.encode()
+    files |= in_files(comparison) if comparison.arms else {}
+    first = [(arm.label, arm.runs[0]) for arm in comparison.arms if arm.runs]
+    named = {f"{label}: run {run.name}, seed {shown(run.recorded.seed)}": run.folder for label, run in first}
+    files |= {"rollouts.md": text.encode()} if (text := before_and_after(named)) else {}
     for name, data in files.items():
         write_atomically(out / name, data)
     for line in overview(comparison):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 import shlex
 from collections.abc import Iterator
+from typing import Any
 
 from grpo_cli.report.compare import NO_DIFFERENCE, Comparison
 from grpo_cli.report.recorded_settings import Setting
-from grpo_cli.report.tables import Table
+from grpo_cli.report.tables import arm_table, figures, footnotes
 from grpo_cli.support.formatting import shown
 
 
@@ -21,8 +23,8 @@ def overview(comparison: Comparison) -> Iterator[str]:
     recorded, settings = [run.recorded for run in runs], runs[0].recorded.settings
     shared = {key: value for key, value in settings.items() if all(one.settings.get(key) == value for one in recorded)}
     about: dict[str, Setting] = {key: shared[key] for key in ("model", "task") if key in shared}
-    paths = {f"{group}.path": group for group in ("model", "task")}
-    about |= {key: shared[key] for key, group in paths.items() if shared.get(key) not in (None, about.get(group))}
+    for group, named in [*about.items()]:
+        about |= {key: shared[key] for key in [f"{group}.path"] if shared.get(key) not in (None, named)}
     if (commit := runs[0].code.get("commit")) and all(run.code.get("commit") == commit for run in runs):
         about["commit"] = commit[:12]
     if about:
@@ -33,17 +35,42 @@ def overview(comparison: Comparison) -> Iterator[str]:
         yield f"all of them: grpo train {shlex.join(words)}"
 
 
-def in_files(table: Table) -> dict[str, bytes]:
-    """Return the table as comma-separated values, in Markdown, and in LaTeX (package booktabs), by file name."""
-    separated = io.StringIO()
-    csv.writer(separated, lineterminator="\n").writerows([table.columns, *table.rows])
+def in_files(comparison: Comparison) -> dict[str, bytes]:
+    """Return the table as numbers separated by commas, in Markdown, and in LaTeX (package booktabs), by file name."""
+    table, about = arm_table(comparison, by_setting=True), [*overview(comparison)]
+    notes = [*footnotes(comparison), *([f"{table.title}."] if table.title else [])]
     rule = ["---:" if name in table.numeric else "---" for name in table.columns]
-    escaped = [[cell.replace("|", r"\|") for cell in row] for row in (table.columns, *table.rows)]
+    escaped = [[re.sub(r"([|*])", r"\\\1", cell) for cell in row] for row in (table.columns, *table.rows)]
     markdown = [f"| {' | '.join(row)} |" for row in (escaped[0], rule, *escaped[1:])]
-    signs = str.maketrans({"–": "--", "\\": r"\textbackslash{}", **{sign: f"\\{sign}" for sign in "%_#&${}"}})
-    head, *rows = (" & ".join(cell.translate(signs) for cell in row) + r" \\" for row in (table.columns, *table.rows))
+    markdown = ["\n\n".join(about), "", *markdown, "", "\n\n".join(notes).replace("*", r"\*")]
+    head, *body = (" & ".join(map(_tex, row)) + r" \\" for row in (table.columns, *table.rows))
     aligned = "".join("r" if name in table.numeric else "l" for name in table.columns)
-    tex = [rf"\begin{{tabular}}{{{aligned}}}", r"\toprule", head, r"\midrule", *rows, r"\bottomrule", r"\end{tabular}"]
-    texts = {"report.md": markdown, "report.tex": tex}
-    files = {name: "".join(f"{line}\n" for line in lines) for name, lines in texts.items()}
-    return {name: text.encode() for name, text in {"report.csv": separated.getvalue(), **files}.items()}
+    tex = [*(f"% {line}" for line in about), r"\begin{table}", r"\centering", rf"\caption{{{_tex(' '.join(notes))}}}"]
+    tex += [rf"\begin{{tabular}}{{{aligned}}}", r"\toprule", head, r"\midrule", *body, r"\bottomrule"]
+    texts = {"report.csv": _in_numbers(comparison), "report.md": markdown}
+    texts["report.tex"] = [*tex, r"\end{tabular}", r"\end{table}"]
+    return {name: "".join(f"{line}\n" for line in lines).encode() for name, lines in texts.items()}
+
+
+def _tex(text: str) -> str:
+    """Return text in LaTeX, minus signs and dashes as such; a row's end would take a bracket after it for a length."""
+    signs: dict[str, Any] = {sign: f"\\{sign}" for sign in "%_#&${}"}
+    signs |= {"–": "--", "\\": r"\textbackslash{}", "~": r"\~{}", "^": r"\^{}"}
+    return re.sub(r"^\[", "{[}", re.sub(r"(?<![\w-])-(?=\d)", "$-$", text.translate(str.maketrans(signs))))
+
+
+def _in_numbers(comparison: Comparison) -> list[str]:
+    """Return a row per arm under the names of report.json: every number in its unit there, and each seed's accuracy."""
+    rows = []
+    for arm, of_arm in zip(comparison.arms, figures(comparison), strict=True):
+        row: dict[str, Any] = {"arm": arm.label, **arm.settings, "runs": len(arm.runs)}
+        for name, found in of_arm.items():
+            low, high = (found.low, found.high) if found and found.over else (None, None)
+            row |= {name: found and found.mean, f"{name}_low": low, f"{name}_high": high}
+        of_seeds = {f"final_accuracy_seed_{shown(run.recorded.seed)}": run.final_accuracy for run in arm.runs}
+        rows.append(row | {"intervals_over": arm.final_accuracy and arm.final_accuracy.over} | of_seeds)
+    written = io.StringIO()
+    table = csv.DictWriter(written, dict.fromkeys(name for row in rows for name in row), lineterminator="\n")
+    table.writeheader()
+    table.writerows(rows)
+    return written.getvalue().splitlines()

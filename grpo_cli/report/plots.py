@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,17 +10,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from grpo_cli.report.compare import Arm, Comparison
-from grpo_cli.report.curves import AXES, SERIES, Curve, accuracy_label, half_width
+from grpo_cli.report.curves import AXES, SERIES, accuracy_label, interval, mean_curve
+from grpo_cli.report.overview import overview
 from grpo_cli.support.formatting import short
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colour-blind safe palette, without the yellow, which is too faint on white paper. With seven markers
-# no two of 56 arms look alike.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")
-MARKERS = "os^Dv*P"
+# Okabe and Ito's colour-blind safe palette, without the yellow and the light blue, which are too faint on white paper.
+# With seven markers no two of 56 arms look alike.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#882255", "#000000", "#8C6D31")
+MARKERS = "os^DvXP"
 STYLE: Any = {
     "font.size": 9,
     "axes.spines.top": False,
@@ -30,98 +31,78 @@ STYLE: Any = {
     "axes.axisbelow": True,
     "grid.alpha": 0.3,
     "legend.frameon": False,
+    "figure.titlesize": 8,
+    "pdf.fonttype": 42,  # which journals take
 }
-PANELS = {**AXES, "step": "steps"}
-WIDTH, HEIGHT, DPI = 4.2, 2.6, 200  # of a panel in inches: legible on a phone
+WIDTH, HEIGHT, LINE, DPI = 4.2, 2.6, 0.16, 200  # of a panel and a line below in inches: legible on a phone
+BAND = "95 % interval over "
 LABEL_WIDTH = 48  # characters of a label in a picture; longer ones are broken into lines
 
 
 def pictures(comparison: Comparison) -> dict[str, bytes]:
-    """Return PNG files by name: accuracy, if it was measured, and training by step."""
+    """Return PNG and PDF files by name: accuracy (of one arm by step only) and training by step, if measured."""
     import matplotlib
 
-    drawn: dict[str, Figure] = {}
-    buffers = dict[str, io.BytesIO]()
+    drawn = [arm for arm in comparison.arms if any(run.curve.steps for run in (*arm.runs, *arm.others))]
+    axes, label = list(AXES) if len(drawn) > 1 else ["step"] * len(drawn), accuracy_label(comparison.metric)
+    measured = [name for name in SERIES if any(run.series[name].steps for arm in comparison.arms for run in arm.runs)]
+    figures = {"accuracy": [(axis, comparison.metric, f"held-out {label}") for axis in axes]}
+    figures |= {"training": [("step", name, SERIES[name]) for name in measured]}
+    buffers, undated = dict[str, io.BytesIO](), {"png": {"Software": None}, "pdf": {"CreationDate": None}}
     with matplotlib.rc_context(STYLE):
-        if any(arm.curves or _unfinished(arm) for arm in comparison.arms):
-            drawn["accuracy.png"] = accuracy_figure(comparison.arms, comparison.target, comparison.metric)
-        if figure := training_figure(comparison.arms):
-            drawn["training.png"] = figure
-        for name, figure in drawn.items():
-            figure.savefig(buffers.setdefault(name, io.BytesIO()), dpi=DPI, metadata={"Software": None})
+        for name, panels in figures.items():
+            figure = _figure(comparison, panels)
+            for kind, metadata in undated.items() if panels else ():
+                buffer = buffers.setdefault(f"{name}.{kind}", io.BytesIO())
+                figure.savefig(buffer, format=kind, dpi=DPI, metadata=metadata)
     return {name: buffer.getvalue() for name, buffer in buffers.items()}
 
 
-def accuracy_figure(arms: Sequence[Arm], target: float | None, metric: str) -> Figure:
-    """Return one panel per axis, below each other: mean accuracy of each arm, and its 95 % interval as a band.
-
-    Curves that are not averaged are dotted, the target accuracy is dashed.
-    """
+def _figure(comparison: Comparison, panels: Sequence[tuple[str, str, str]]) -> Figure:
+    """Return panels below each other, given as axis, metric and its label: each arm's mean over its runs, and its 95 %
+    interval as a band. Curves that are not averaged are dotted, the target accuracy is dashed."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(WIDTH, HEIGHT * len(PANELS)), layout="constrained")
-    panels = figure.subplots(len(PANELS), sharey=True)
-    for panel, (axis, caption) in zip(panels, PANELS.items(), strict=True):
-        for arm, colour, marker in zip(arms, itertools.cycle(COLOURS), itertools.cycle(MARKERS), strict=False):
-            _draw(panel, arm, axis, colour, marker)
-        if target is not None:
-            panel.axhline(target, color="black", ls="--", lw=0.8, label="target accuracy")
-        panel.set_xlabel(caption)
+    figure = Figure(layout="constrained")
+    named: dict[str, Artist] = {}
+    for i, (axis, metric, label) in enumerate(panels, 1):
+        panel = figure.add_subplot(len(panels), 1, i, xlabel=AXES[axis], ylabel=label)
+        for j, arm in enumerate(comparison.arms):
+            _draw(panel, arm, axis, metric, COLOURS[j % len(COLOURS)], MARKERS[j % len(MARKERS)])
+        if metric == comparison.metric and comparison.target is not None:
+            words = f"target {comparison.target:.3f}: {comparison.target_is}"
+            panel.axhline(comparison.target, color="black", ls="--", lw=0.8, label=words)
         panel.set_xlim(left=0)
+        panel.locator_params("x", integer=axis == "step")
         panel.xaxis.set_major_formatter(lambda value, _: short(value).replace(".0", ""))
-        panel.set_ylabel(f"held-out {accuracy_label(metric)}")
-    _add_legend(figure, panels[0])
-    return figure
-
-
-def training_figure(arms: Sequence[Arm]) -> Figure | None:
-    """Return one panel per metric of SERIES that was measured, below each other: each arm's mean over its runs, as
-    running means over a twentieth of the steps. None without any."""
-    from matplotlib.figure import Figure
-
-    names = [name for name in SERIES if any(run.series[name] for arm in arms for run in arm.runs)]
-    if not names:
-        return None
-    figure = Figure(figsize=(WIDTH, HEIGHT * len(names)), layout="constrained")
-    panels = figure.subplots(len(names), squeeze=False)[:, 0]
-    for panel, name in zip(panels, names, strict=True):
-        for arm, colour in zip(arms, itertools.cycle(COLOURS), strict=False):
-            by_step = [run.series[name] for run in arm.runs if run.series[name]]
-            if steps := sorted(set.intersection(*map(set, by_step)) if by_step else ()):
-                means = np.array([[one[step] for one in by_step] for step in steps]).mean(axis=1)
-                width = max(1, len(steps) // 20)
-                smooth = np.convolve(means, np.ones(width) / width, mode="valid")
-                panel.plot(steps[width - 1 :], smooth, color=colour, lw=1.4, label=_broken(arm.label))
-        panel.set_ylabel(SERIES[name])
-        panel.set_xlabel("steps")
-    _add_legend(figure, panels[0])
-    return figure
-
-
-def _add_legend(figure: Figure, panel: Axes) -> None:
-    """Name what the panel shows below the figure."""
-    handles, labels = panel.get_legend_handles_labels()
-    named = dict(zip(labels, handles, strict=True))
-    widest = max((len(line) for label in named for line in label.split("\n")), default=1)
-    columns = max(1, min(len(named), 60 // (widest + 8)))
+        named |= {label: handle for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)}
+    named = dict(sorted(named.items(), key=lambda pair: pair[0].startswith(BAND)))  # after the arms
+    lines = [line for label in named for line in label.split("\n")]
+    columns = max(1, min(len(named), 60 // (max(map(len, lines), default=0) + 8)))
+    figure.set_size_inches(WIDTH, HEIGHT * len(panels) + LINE * len(lines) / columns)
+    figure.suptitle(_broken(next(overview(comparison), "")))
     figure.legend(named.values(), named, loc="outside lower center", ncols=columns, fontsize=8)
+    return figure
 
 
-def _unfinished(arm: Arm) -> list[Curve]:
-    return [run.curve for run in arm.others if len(run.curve.steps) > 1]
-
-
-def _draw(panel: Axes, arm: Arm, axis: str, colour: str, marker: str) -> None:
-    mean = arm.mean_curve
+def _draw(panel: Axes, arm: Arm, axis: str, metric: str, colour: str, marker: str) -> None:
+    """Draw an arm: accuracies as they are, other metrics as running means over a twentieth of the steps."""
+    curves = [curve for run in arm.runs if (curve := run.series.get(metric, run.curve)).steps]
+    mean, is_accuracy = mean_curve(curves), metric not in SERIES
     if mean.steps:
-        x, y = np.array(mean.along(axis)), np.array(mean.accuracy)
-        every, name = max(1, len(x) // 8), _broken(arm.label)
-        panel.plot(x, y, color=colour, lw=1.6, marker=marker, ms=4, markevery=every, mec="white", label=name)
-        if len(arm.curves) > 1:
-            band = half_width(arm.curves)
-            panel.fill_between(x, np.maximum(y - band, 0), np.minimum(y + band, 1), color=colour, alpha=0.13, lw=0)
-    for curve in _unfinished(arm):
-        panel.plot(curve.along(axis), curve.accuracy, color=colour, lw=1.0, ls=":", label="not averaged")
+        several, x = len(curves) > 1, mean.axes[axis]
+        ends = interval(curves) if several else np.transpose(curves[0].intervals)
+        ends = np.clip(ends, min(0, *mean.values), 1 if is_accuracy else None)
+        width = 1 if is_accuracy else max(1, len(x) // 20)
+        y, low, high = (np.convolve(line, np.ones(width) / width, mode="valid") for line in (mean.values, *ends))
+        style: Any = {"marker": marker, "ms": 4, "mec": "white", "markevery": max(1, len(y) // 8)}
+        panel.plot(x[width - 1 :], y, color=colour, lw=1.5, label=_broken(arm.label), clip_on=False, zorder=3, **style)
+        panel.fill_between(x[width - 1 :], low, high, color=colour, alpha=0.13, lw=0)
+        if np.isfinite(low).any():
+            panel.plot((), (), color="grey", alpha=0.3, lw=6, label=BAND + ("seeds" if several else "problems"))
+    name = _broken(f"{arm.label}, not averaged")
+    for curve in [run.curve for run in arm.others if is_accuracy and run.curve.steps]:
+        panel.plot(curve.axes[axis], curve.values, color=colour, lw=1.0, ls=":", label=name)
 
 
 def _broken(label: str) -> str:

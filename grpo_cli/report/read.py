@@ -60,8 +60,6 @@ class Run:
     recorded: RecordedSettings
     curve: Curve
     accuracies: tuple[str, ...] = ()
-    accuracy_interval: tuple[float, float] | None = None  # 95 %, over problems, of the last evaluation
-    problems: int | None = None  # of that evaluation
     steps: int = 0
     seconds: float | None = None
     generated_tokens: float | None = None
@@ -69,11 +67,11 @@ class Run:
     peak_bytes: float | None = None
     code: Mapping[str, str] = field(default_factory=dict)  # versions of the code, by package
     notes: tuple[str, ...] = ()
-    series: Mapping[str, Mapping[int, float]] = field(default_factory=dict)  # metrics of `SERIES` by step
+    series: Mapping[str, Curve] = field(default_factory=dict)  # of the metrics of `SERIES`
 
     @property
     def final_accuracy(self) -> float | None:
-        return self.curve.accuracy[-1] if self.curve.accuracy else None
+        return self.curve.values[-1] if self.curve.values else None
 
 
 def read_all(folders: Sequence[Path], metric: str = GREEDY) -> list[Run]:
@@ -138,10 +136,7 @@ def read_run(folder: Path, name: str, job: Sequence[str] = (), metric: str = GRE
     if recorded.command == "eval":  # has no steps; its results are in its summary
         rows = [{"step": 0.0} | {key: float(value) for key, value in summary.items() if is_a(float, value)}]
     steps = [row for row in rows if row["step"] > 0]
-    last, evaluated = (steps or [{}])[-1], [row for row in rows if metric in row]
-    tried: Mapping[str, float] = evaluated[-1] if evaluated else {}
-    ends = tuple(tried[f"{metric}_{end}"] for end in ("low", "high") if f"{metric}_{end}" in tried)
-    problems = tried.get("eval/problems", tried.get("problems"))
+    last = (steps or [{}])[-1]
     peaks = [row["memory/peak_bytes"] for row in steps if math.isfinite(row.get("memory/peak_bytes", math.nan))]
     code = summary.get("code")
     state, reason = _state_of(folder, status, summary)
@@ -153,8 +148,6 @@ def read_run(folder: Path, name: str, job: Sequence[str] = (), metric: str = GRE
         recorded,
         curve_of(rows, metric),
         accuracies=tuple(sorted(filter(_AN_ACCURACY.fullmatch, set().union(*rows)))),
-        accuracy_interval=(ends[0], ends[1]) if len(ends) == 2 else None,
-        problems=None if problems is None or not math.isfinite(problems) else int(problems),
         steps=int(rows[-1]["step"]) if rows else 0,
         seconds=last.get("clock/train_seconds"),
         generated_tokens=last.get("tokens/generated"),
@@ -162,7 +155,7 @@ def read_run(folder: Path, name: str, job: Sequence[str] = (), metric: str = GRE
         peak_bytes=max(peaks, default=None),
         code={plain(name): plain(value) for name, value in code.items() if value} if isinstance(code, dict) else {},
         notes=(*notes, *of_rows),
-        series={name: {int(row["step"]): row[name] for row in steps if name in row} for name in SERIES},
+        series={name: curve_of(steps, name) for name in SERIES},
     )
 
 
@@ -231,4 +224,4 @@ def records(file: Path, parse: Callable[[bytes], Row], notes: list[str]) -> Iter
     except OSError as error:
         notes.append(f"{file.name} cannot be read: {error.strerror}")
     if bad:
-        notes.append(f"{file.name}: left out {len(bad)} lines that cannot be read, the first is line {bad[0]}")
+        notes.append(f"{file.name}: lines left out that cannot be read: {len(bad)}, the first is line {bad[0]}")

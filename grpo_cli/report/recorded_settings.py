@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from grpo_cli.runs.record import RunRecord
-from grpo_cli.support.formatting import plain
+from grpo_cli.support.formatting import plain, shown
 
 Setting = str | int | float | bool | None
 
@@ -32,6 +32,11 @@ class RecordedSettings:
     @property
     def seed(self) -> Setting:
         return self.settings.get("seed")
+
+
+def words(settings: Mapping[str, Setting], keys: Iterable[str]) -> str:
+    """Return some of the settings as they are typed."""
+    return " ".join(f"{key}={shown(settings[key])}" for key in keys if key in settings)
 
 
 def settings_of_record(record: RunRecord) -> RecordedSettings:

@@ -6,6 +6,7 @@ Their text was written by a model: make it `visible` before printing it.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +44,7 @@ class Recorded(BaseModel, frozen=True, strict=True):
         parts = ", ".join(f"{plain(name)} {value:g}" for name, value in self.parts.items())
         words = [f"reward {self.reward:g}" + (f" ({parts})" if parts else "")]
         words += [f"advantage {self.advantage:+.3g}"] if self.advantage is not None else []
-        words += [f"{self.length} tokens, {plain(self.finish)}"] if self.length is not None else []
+        words += [] if self.length is None else [f"{self.length} token{'s' * (self.length != 1)}, {plain(self.finish)}"]
         dropped = "" if self.step is None else "dropped: "
         return [*words, "kept" if self.kept else dropped + plain(self.reason)]
 
@@ -80,23 +81,39 @@ def extremes(rollouts: Sequence[Recorded], best: int, worst: int) -> list[Record
     return order[:best] + order[max(best, len(order) - worst) :]
 
 
-def before_and_after(folder: Path) -> str | None:
-    """Return a group of the first recorded step and one of the last in Markdown, of one prompt if both have it; None if
-    a run has recorded fewer than two steps."""
-    last = read_recording(folder)
-    if last is None or len(last.steps) < 2:
-        return None
-    first = read_recording(folder, last.steps[0])
-    recordings = [one.rollouts for one in (first, last) if one is not None]
-    both = set.intersection(*({row.prompt_id for row in rows} for rows in recordings))
-    lines = []
-    for rows in recordings:
-        prompt_id = next(row.prompt_id for row in rows if row.prompt_id in both or not both)
-        group = [row for row in rows if row.prompt_id == prompt_id]
-        lines += [f"## Step {group[0].step}", "", *_indented(group[0].prompt), ""]
-        for row in sorted(group, key=lambda row: row.sample):
-            lines += [f"- {', '.join(row.facts())}", "", *_indented(row.reply, 8), ""]
-    return "\n".join(lines)
+def before_and_after(runs: Mapping[str, Path]) -> str | None:
+    """Return of each run, by its label, the rollouts of a prompt at the first and the last step that recorded it, in
+    Markdown: of one prompt for all where it can be, and of unlike rewards. None if no run has recorded two steps."""
+    seen = {label: _rewards(folder) for label, folder in runs.items()}
+    seen = {label: found for label, found in seen.items() if len(set[int]().union(*found.values())) > 1}
+    arms = Counter(prompt for found in seen.values() for prompt, steps in found.items() if len(steps) > 1)
+    lines = ["# A prompt's rollouts, early and late", ""]
+    for label, found in seen.items():
+        merits = {
+            prompt: (arms[prompt], len(steps[min(steps)] | steps[max(steps)]) > 1, max(steps) - min(steps))
+            for prompt, steps in found.items()
+            if len(steps) > 1
+        }
+        candidates = [max(merits, key=lambda prompt: merits[prompt])] if merits else [*found]
+        groups = [(step, prompt) for prompt in candidates for step in found[prompt]]
+        lines += [f"## {label}", "", *([] if merits else ["No prompt was recorded twice, so these are two.", ""])]
+        for end in (min(groups), max(groups)):
+            rows = records(runs[label] / ROLLOUTS, Recorded.model_validate_json, [])
+            group = sorted((row for row in rows if (row.step, row.prompt_id) == end), key=lambda row: row.sample)
+            lines += [f"### Step {end[0]}, prompt {plain(end[1])}", "", *_indented(group[0].prompt), ""]
+            lines += ["Its answer:", "", *_indented(group[0].answer), ""]
+            for row in group:
+                lines += [f"- {', '.join(row.facts())}", "", *_indented(row.reply, 8), ""]
+    return "\n".join(lines) if seen else None
+
+
+def _rewards(folder: Path) -> dict[str, dict[int, set[float]]]:
+    """Return the rewards that a run has recorded, by prompt and step."""
+    found: dict[str, dict[int, set[float]]] = {}
+    for row in records(folder / ROLLOUTS, Recorded.model_validate_json, []):
+        if row.step is not None:
+            found.setdefault(row.prompt_id, {}).setdefault(row.step, set()).add(row.reward)
+    return found
 
 
 def _indented(text: str, by: int = 4) -> list[str]:

@@ -8,11 +8,12 @@ from typing import Any
 
 from grpo_cli.report.compare import differences
 from grpo_cli.report.read import Run
+from grpo_cli.report.recorded_settings import words
 from grpo_cli.report.tables import NOTHING, Table, print_table
 from grpo_cli.runs.files import read_object
 from grpo_cli.runs.layout import PROFILE, SUMMARY
 from grpo_cli.support import terminal
-from grpo_cli.support.formatting import gib, is_a, shown
+from grpo_cli.support.formatting import gib, is_a
 
 # Columns: what they show of a summary. An accuracy comes with its 95 % interval over problems.
 _ACCURACIES = {"search": "search/accuracy", "greedy": "eval/accuracy", "sampled": "eval/pass@1"}
@@ -31,11 +32,7 @@ def show_evaluations(evaluations: Sequence[tuple[str, Path]]) -> None:
 def labelled(runs: Sequence[Run]) -> list[tuple[str, Path]]:
     """Return the folder of each evaluation after what differs in its settings, or after its name where nothing does."""
     columns, _ = differences([run.recorded for run in runs])
-    words = [
-        [f"{key}={shown(run.recorded.settings[key])}" for key in columns if key in run.recorded.settings]
-        for run in runs
-    ]
-    return [(" ".join(typed) or run.name, run.folder) for typed, run in zip(words, runs, strict=True)]
+    return [(words(run.recorded.settings, columns) or run.name, run.folder) for run in runs]
 
 
 def _cell(summary: Mapping[str, Any], name: str) -> str:
@@ -44,7 +41,7 @@ def _cell(summary: Mapping[str, Any], name: str) -> str:
         return NOTHING
     if name in _TOKENS.values():
         return f"{value:,.0f}"
-    return f"{value:.3f}" + (f" ({low:.3f}–{high:.3f})" if is_a(float, low) and is_a(float, high) else "")
+    return f"{value:.3f}" + (f" [{low:.3f}, {high:.3f}]" if is_a(float, low) and is_a(float, high) else "")
 
 
 def show_profiles(profiles: Sequence[tuple[str, Path]]) -> None:

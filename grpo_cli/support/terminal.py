@@ -6,6 +6,7 @@ rich is imported only where needed, so that help is fast.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -64,7 +65,7 @@ def to_stderr(text: str) -> None:
 
 def console(file: Any = None, **options: Any) -> Console:
     """A console on standard output or `file`, which may be closed while it is in use. Control sequences in texts are
-    removed."""
+    removed. A dumb terminal is as wide as COLUMNS says, where rich takes it for 80 columns wide."""
     from rich.console import Console
     from rich.segment import Segment
 
@@ -73,4 +74,6 @@ def console(file: Any = None, **options: Any) -> Console:
             for segment in super().render(*args, **kwargs):
                 yield segment if segment.control else segment._replace(text=legible(segment.text))
 
+    if os.environ.get("TERM") == "dumb":
+        options = {"width": shutil.get_terminal_size().columns, "height": 25} | options
     return LegibleConsole(file=cast(IO[str], Screen(file or sys.stdout, obeyed=True)), **options)

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field
 
 from grpo_cli.support.formatting import parse_bytes
-from grpo_cli.support.ranges import Bytes, Count
+from grpo_cli.support.ranges import Count, MiBs
 
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -204,7 +204,10 @@ class ProfileSettings(Strict):
     lengths: Literal["natural", "full"]
     plan_only: bool
     for_gpu: Literal[False] | GpuWord
-    trace: bool
+
+    @property
+    def measures(self) -> bool:
+        return not (self.plan_only or self.for_gpu)
 
 
 @dataclass(frozen=True)
@@ -217,7 +220,7 @@ class RunSettings(Strict):
     seed: Seed
     resume: str | None
     accept_damage: bool
-    fit: Literal["none", "auto"] | Bytes
+    fit: Literal["none", "auto"] | MiBs
     device: Device
     run_dir: str
     model: ModelSettings

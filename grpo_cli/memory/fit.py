@@ -1,15 +1,14 @@
 """`fit=<bytes>|auto` and `train.micro_batch_tokens=auto`: settings with which a run fits into memory, chosen by a plan.
 
-Only settings that change no expectation, and none that was typed. The cheapest come first: fewer tokens in a pass and
-fewer logits at a time cost next to nothing until passes become small, recomputing a layer costs a third of a pass, a
-slot fewer costs decode steps. Nothing is chosen where there is room.
+Only settings that change no expectation, and none that was typed, the cheapest first: tokens in a pass and logits at a
+time cost little until passes become small, recomputing a layer a third of a pass, fewer slots decode steps; last, the
+optimizer's state may leave a GPU. There, room that is left is for slots, unless somebody has set their number.
 """
 
 from __future__ import annotations
 
-import math
 from bisect import bisect
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,9 +16,10 @@ import torch
 
 from grpo_cli.config.auto import AUTO
 from grpo_cli.config.prepare import Prepared
-from grpo_cli.memory.out_of_memory import NOTHING_FITS, breakdown
+from grpo_cli.memory.allocations import LOGITS
+from grpo_cli.memory.out_of_memory import breakdown
 from grpo_cli.memory.plan import MemoryPlan
-from grpo_cli.memory.planner import CHUNK, OFFLOAD, PARK, RECOMPUTE, SLOTS, TOKENS, Planner, Values, process_alone
+from grpo_cli.memory.planner import CHUNK, OFFLOAD, PARK, RECOMPUTE, SLOTS, STATE, TOKENS, Planner, Values, process_size
 from grpo_cli.settings import RunSettings
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import gib, shown
@@ -33,51 +33,37 @@ SHARE = 0.9  # of free memory: plans are meant to be within a tenth of what a ru
 MARGIN, CPU_RESERVE = 0.95, 32 * 2**20
 FEW_TOKENS = 1024  # a pass of fewer is slower than recomputing in a larger one
 _COSTS = {
-    TOKENS: "more and smaller passes",
-    CHUNK: "next to nothing: logits in more and smaller parts",
-    RECOMPUTE: "about a third of the time of updates",
-    OFFLOAD: "copies between the GPU and the host in updates",
-    PARK: "copies of the optimizer's state twice a step",
-    SLOTS: "more decode steps",
+    TOKENS: "costs more and smaller passes",
+    CHUNK: "costs next to nothing: logits in more and smaller parts",
+    RECOMPUTE: "costs about a third of the time of updates",
+    OFFLOAD: "costs copies between the GPU and the host in updates",
+    PARK: "costs copies of the optimizer's state twice a step",
+    STATE: "costs updates on the CPU, and 12 bytes of its memory for each trained weight",
+    "sampler": "so that rollouts can wait for a slot",
 }
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """The chosen settings, the plan with all of them, and the peak with none; every rollout at full length."""
+    """The chosen settings, or the least where nothing fits, the plan with them, and both in lines of text."""
 
     values: Values
     plan: MemoryPlan
-    before: int
-
-    def lines(self, name: str, room: int) -> Iterator[str]:
-        """Format as a table."""
-        yield f"{name}: at most {gib(self.plan.peak)} of {gib(room)} are expected to be held, in {self.plan.fullest}"
-        if not self.values:
-            yield "  nothing had to be chosen: all of it fits as it is"
-            return
-        yield f"  without these choices it would be {gib(self.before)}:"
-        for key, value in self.values.items():
-            yield f"  {f'{key}={shown(value)}':42}  costs {_COSTS[key]}"
+    lines: Sequence[str]
 
 
 def choose(run: Prepared[Any], typed: Set[str], say: Callable[[str], None]) -> tuple[str, ...]:
-    """Choose for a run on its own device, report it, and return the choices as overrides. With `fit` these are of all
-    settings that were not typed; without it, or with `resume`, the micro-batch alone, planned for the update."""
+    """Choose for a run on its own device, report it, and return the choices as overrides. UserError if nothing fits."""
     planner = Planner.of(run, run.device)
     planner.plan()  # loads libraries, which the program then holds
-    workspace = process_alone(run.device)
+    workspace = process_size(run.device)
     planner = replace(planner, step=replace(planner.step, workspace=workspace))
-    room, settings = room_of(run.settings, run.device, workspace, say), run.settings
-    if settings.fit == "none" or settings.resume is not None:
-        name, planner, may = f"{TOKENS}=auto", planner.without_rollouts, frozenset({TOKENS})
-    else:
-        name, may = f"fit={settings.fit}", choosable(planner, typed)
-    fitted = cheapest_fit(planner, room, may, name)
-    for line in fitted.lines(name, room):
-        say(line)
-    infinite = ("sampler=infinite",) if SLOTS in fitted.values and "slots" not in settings.parts["sampler"] else ()
-    return (*infinite, *(f"{key}={shown(value)}" for key, value in fitted.values.items()))
+    room = room_of(run.settings, run.device, workspace, say)
+    found = cheapest_fit(planner, room, typed)
+    if found.plan.peak > room:
+        raise UserError("\n".join((*found.lines, *breakdown(planner, found.values))))
+    say("\n".join(found.lines))
+    return tuple(f"{key}={shown(value)}" for key, value in found.values.items())
 
 
 def room_of(settings: RunSettings, device: torch.device, workspace: int, warn: Callable[[str], None]) -> int:
@@ -88,9 +74,8 @@ def room_of(settings: RunSettings, device: torch.device, workspace: int, warn: C
     if given is None:
         return int(SHARE * (free - held)) + held
     if given > whole:
-        raise UserError(
-            f"fit={settings.fit}: the machine has {gib(whole)}; fit=auto takes what is free of it ({gib(free)})"
-        )
+        instead = f"fit=auto takes what is free of it ({gib(free)})"
+        raise UserError(f"fit={settings.fit}: the machine has {gib(whole)}; {instead}")
     if given > free:
         warn(f"fit={settings.fit}: only {gib(free)} are free here, which is planned for; end what holds the rest")
     return within(min(given, free), device)
@@ -103,52 +88,73 @@ def within(given: int, device: torch.device) -> int:
 
 def choosable(planner: Planner, typed: Set[str]) -> frozenset[str]:
     """Return the keys that may be chosen beside these typed ones."""
-    may = {TOKENS, CHUNK, RECOMPUTE, SLOTS} | ({OFFLOAD, PARK} if planner.device.type == "cuda" else set())
+    may, optim, train = {TOKENS, CHUNK, RECOMPUTE, SLOTS}, planner.run.settings.optim, planner.run.settings.train
+    if planner.device.type == "cuda":
+        may |= {OFFLOAD} if optim.name != "adamw" or optim.offload or optim.park else {OFFLOAD, PARK, STATE}
     sampler = planner.step.sampler
     if sampler is None or "sampler.kv_budget" in typed or ("sampler" in typed and sampler.all_at_once):
         may.remove(SLOTS)
     if planner.step.chunk <= _FEWER_LOGITS[CHUNK]:
         may.remove(CHUNK)
-    auto = planner.run.settings.train.micro_batch_tokens == AUTO
-    return frozenset(may - typed | ({TOKENS} if auto else set()))
+    return frozenset(may - typed | ({TOKENS} if train.micro_batch_tokens == AUTO else set()))
 
 
-def cheapest_fit(planner: Planner, room: int, may: Set[str], name: str) -> Fitted:
-    """Choose for `room` bytes among the keys that `may` be chosen. UserError with the least that would do if none
-    suffices.
-
+def cheapest_fit(planner: Planner, room: int, typed: Set[str]) -> Fitted:
+    """Choose for `room` bytes: with `fit` of all settings that were not typed, else the micro-batch alone, for updates.
     First the cheapest way in which updates fit with passes that are not small, then the most tokens of a pass and the
-    most slots, and last parking."""
+    most slots; if that does not do, with the optimizer's state parked, or offloaded."""
+    settings, updates = planner.run.settings, planner.without_rollouts
+    name, may = f"fit={settings.fit}", choosable(planner, typed)
+    if settings.fit == "none" or settings.resume is not None:
+        name, may, planner = f"{TOKENS}=auto", frozenset({TOKENS}), updates
 
     def fits(values: Values, of: Planner = planner) -> bool:
         return of.plan(values).peak <= room
 
-    auto, updates = planner.run.settings.train.micro_batch_tokens == AUTO, planner.without_rollouts
-    ways, small = [way for way in _WAYS if way.keys() <= may], {TOKENS: FEW_TOKENS} if TOKENS in may else {}
-    way = next((way for way in ways if fits(way, updates) or fits({**way, **small}, updates)), ways[-1])
-    for more in ({}, {PARK: True}) if PARK in may else ({},):
-        values: dict[str, Any] = {**way, **more}
+    auto, small = settings.train.micro_batch_tokens == AUTO, {TOKENS: FEW_TOKENS} if TOKENS in may else {}
+    waiting = {"sampler": "infinite"} if SLOTS in may and "slots" not in settings.parts["sampler"] else {}
+    ways = [way for way in _WAYS if way.keys() <= may]
+    for more in ({}, *({key: True} for key in (PARK, STATE) if key in may)):
+        found = (way for way in ways for few in ({}, small) if fits({**more, **way, **few}, updates))
+        values: dict[str, Any] = {**next(found, ways[-1]), **more}
         for key, of in ((TOKENS, updates), (SLOTS, planner)):
             if key in may and ((auto and key == TOKENS) or not fits(values, of)):
-                values[key] = max(1, most(of, key, room, values))
+                values |= {**(waiting if key == SLOTS else {}), key: max(1, most(of, key, room, values))}
         if fits(values):
             break
     else:
-        least = planner.plan({**ways[-1], **more, **dict.fromkeys(may & {TOKENS, SLOTS}, 1)})
-        enough = math.ceil(max(least.peak / MARGIN, least.peak + CPU_RESERVE) / 2**20)
-        table = "\n".join(breakdown(least, least.fullest))
-        raise UserError(
-            f"{name}: at most {gib(room)} may be held, and the least that would do with what is typed is "
-            f"{gib(least.peak)}: give fit={enough}MiB, leave out typed settings, or take {NOTHING_FITS}\n{table}"
-        )
-    return Fitted(values, planner.plan(values), planner.plan().peak)
+        values = {**ways[-1], **more, **waiting, **dict.fromkeys(may & {TOKENS, SLOTS}, 1)}
+        least = planner.plan(values)
+        enough = gib(1.005 * max(least.peak / MARGIN, least.peak + CPU_RESERVE)).replace(" ", "")  # rounded, not down
+        lines = [f"{name}: at most {gib(room)} may be held, and the least that would do with what is typed is "]
+        return Fitted(values, least, [f"{lines[0]}{gib(least.peak)}: give fit={enough}, or leave out typed settings"])
+    rounds = ""
+    if (sampler := planner.step.sampler) is not None and (SLOTS in values or planner.device.type == "cuda"):
+        every = planner.step.rollouts.rollouts
+        now, new = sampler.slots_for(every, every), values.get(SLOTS) or max(1, most(planner, SLOTS, room, values))
+        if new > now and SLOTS in may and sampler.slots is None:
+            values[SLOTS] = new
+        rounds = f"{'gains' if new > now else 'costs'} decode steps: {-(-every // new)} rounds, not {-(-every // now)}"
+    plan, costs = planner.plan(values), {**_COSTS, SLOTS: rounds}
+    lines = [f"{name}: at most {gib(plan.peak)} of {gib(room)} are expected to be held, in {plan.fullest}"]
+    lines.append(f"  without these it would be {gib(planner.plan().peak)}:" if values else "  all of it fits as it is")
+    lines += [f"  {f'{key}={shown(value)}':42}  {costs[key]}" for key, value in values.items()]
+    if rounds and new > now and SLOTS not in values:
+        lines.append(f"  more slots than are set would fit, {new}: {rounds}")
+    return Fitted(values, plan, lines)
 
 
 def most(planner: Planner, key: str, room: int, values: Values) -> int:
-    """Return the largest micro-batch or number of slots with which a step fits; 0 if not even one does."""
-    rollouts = planner.step.rollouts
+    """Return the largest micro-batch or number of slots with which a step fits; 0 if not even one does. The graphs of a
+    GPU keep the logits of a decode step, beside those of a step that is launched."""
+    rollouts, graphs = planner.step.rollouts, key == SLOTS and planner.device.type == "cuda"
+
+    def fits(number: int) -> bool:
+        plan = planner.plan({**values, key: number})
+        return max(plan.peak, plan.bytes_of("decode") + plan.phases["decode"][LOGITS] if graphs else 0) <= room
+
     every = rollouts.rollouts if key == SLOTS else rollouts.tokens(planner.step.m, planner.step.shares_prompts)
-    return largest(every, lambda number: planner.plan({**values, key: number}).peak <= room)
+    return largest(every, fits)
 
 
 def largest(most: int, fits: Callable[[int], bool]) -> int:

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -16,6 +15,7 @@ from grpo_cli import experiment
 from grpo_cli.config.prepare import Prepared
 from grpo_cli.evaluate import evaluate_with
 from grpo_cli.interfaces import Advantage
+from grpo_cli.memory.plan import UPDATE
 from grpo_cli.settings import ProfileRunSettings
 from grpo_cli.step import Step
 from grpo_cli.support.memory import peak_bytes, start_peak
@@ -24,10 +24,7 @@ from grpo_cli.tracking.progress import Progress
 from grpo_cli.types import ScoredGroup
 
 # The phases of a step in order, none nested in another; `eval` is outside the step. The first two are engine=ray's.
-PHASES = (
-    *("weights", "dealing", "prefill", "decode", "reward", "old_logprobs", "ref_logprobs"),
-    *("forward", "backward", "optimizer", "eval"),
-)
+PHASES = (*("weights", "dealing", "prefill", "decode", "reward", "old_logprobs", "ref_logprobs"), *UPDATE, "eval")
 NEVER = -1  # the end-of-sequence token of rollouts of full length: a token that no model produces
 
 
@@ -36,8 +33,8 @@ def _phase(seconds: Sequence[float], tokens: int | None, peak: int) -> dict[str,
     bytes (0: not read)."""
     middle = median(seconds)
     speed = tokens / middle if tokens is not None and middle else None
-    timed = {"seconds": seconds, "seconds_median": middle, "tokens_per_second": speed}
-    return {**timed, "tokens": tokens, "peak_bytes": peak}
+    timed = {"seconds": seconds, "seconds_median": middle, "tokens_per_second": speed, "tokens": tokens}
+    return {**timed, "peak_bytes": peak}
 
 
 class PhasePeaks:
@@ -61,8 +58,8 @@ class PhasePeaks:
 def measure(
     run: Prepared[ProfileRunSettings], say: Callable[[str], None], warn: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Warm up and measure steps, then an evaluation; nothing is saved or logged but a trace, if one is wanted. Return
-    phases by name, including `step` and the part of it outside any phase (`rest`); the peak; the engine's figures."""
+    """Warm up and measure steps, then an evaluation; nothing is saved or logged. Return phases by name, including
+    `step` and the part of it outside any phase (`rest`); the peak; the engine's figures."""
     settings, wanted = run.settings, run.settings.profile
     peaks = PhasePeaks(partial(_peak_since, run.device))
     meter = Meter(run.device, peaks)
@@ -89,11 +86,6 @@ def measure(
             evaluate_with(runtime, settings.eval, settings.sampling, settings.seed)
         seconds["eval"], highest["eval"] = [meter.take()["time/eval"]], peaks.take()["eval"]
         tokens["eval"] = runtime.engine.stats().generated_tokens
-    if wanted.trace:
-        with torch.profiler.profile() as profiler:
-            step.run(0, progress)
-        Path(settings.run_dir).mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(f"{settings.run_dir}/trace.json.gz")
     names = [name for name in (*PHASES[:-1], "rest", "step", "eval") if name in seconds]
     phases = {name: _phase(seconds[name], tokens.get(name), highest.get(name, 0)) for name in names}
     fullest = max((name for name in names if name in PHASES), key=lambda name: highest.get(name, 0))

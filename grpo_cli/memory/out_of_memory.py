@@ -6,35 +6,52 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from grpo_cli.config.prepare import Prepared
+import yaml
+
+from grpo_cli.config.instantiate import Factories
+from grpo_cli.config.prepare import Prepared, conflicts
 from grpo_cli.memory.allocations import ACTIVATIONS, LOGITS
-from grpo_cli.memory.plan import GRADIENTS, KV, OPTIMIZER, REFERENCE, WEIGHTS, WORKSPACE, MemoryPlan
-from grpo_cli.memory.planner import Planner
+from grpo_cli.memory.plan import GRADIENTS, KV, OPTIMIZER, REFERENCE, UPDATE, WEIGHTS, WORKSPACE
+from grpo_cli.memory.planner import AS_IT_IS, OFFLOAD, PARK, RECOMPUTE, STATE, Planner, Values, with_values
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import gib
 from grpo_cli.support.memory import held_by_others, is_out_of_memory
 from grpo_cli.support.meter import spans_around
 
-NOTHING_FITS = "sampling.max_new_tokens=<fewer>, or adapters, model.lora.rank=16, which need next to no gradients"
-_ROLLOUTS = "sampler=infinite with fewer sampler.slots, or lower n, train.prompts or sampling.max_new_tokens"
-_KEYS = {
-    WEIGHTS: "a smaller model, or model.dtype=bfloat16",
-    REFERENCE: "loss.kl_coef=0 needs no reference",
-    OPTIMIZER: "a smaller model, or model.lora.rank=16",
-    GRADIENTS: "a smaller model, or model.lora.rank=16",
-    KV: f"{_ROLLOUTS}, or sparsity=rkv",
-    LOGITS: "lower train.logprob_chunk",
-    ACTIVATIONS: "lower train.micro_batch_tokens, or model.gradient_checkpointing=full",
-    WORKSPACE: "no setting: the program and what its allocator keeps",
+# What lowers each kind. Of settings a message names those that are otherwise and go with the run's others.
+_LESS = {
+    WEIGHTS: ("a smaller model", "model.dtype=bfloat16", "model.quantize=4bit"),
+    REFERENCE: ("a loss without loss.kl_coef",),
+    OPTIMIZER: ("a smaller model", "model.lora.rank=16", f"{STATE}=true", "optim.name=adamw8bit", f"{PARK}=true"),
+    GRADIENTS: ("a smaller model", "model.lora.rank=16"),
+    LOGITS: ("lower train.logprob_chunk",),
+    ACTIVATIONS: ("lower train.micro_batch_tokens or sampling.max_new_tokens", f"{RECOMPUTE}=full", f"{OFFLOAD}=true"),
+    WORKSPACE: ("no setting: the program and what its allocator keeps",),
 }
+_OF_GPUS = ("model.quantize", "optim.name", OFFLOAD, PARK, STATE)
 
 
-def breakdown(plan: MemoryPlan, phase: str) -> list[str]:
-    """Return a line for each kind that a phase is expected to hold, largest first, with the settings that lower it."""
-    keys = _KEYS | ({LOGITS: _ROLLOUTS, ACTIVATIONS: _ROLLOUTS} if phase in ("prefill", "decode", "eval") else {})
+def breakdown(planner: Planner, values: Values = AS_IT_IS, phase: str = "") -> list[str]:
+    """Return a line for each kind that a phase, else the fullest, is expected to hold, and what would lower it."""
+    settings, plan, less = with_values(planner.run.settings, values), planner.plan(values), _LESS
+    phase = phase if phase in plan.phases else plan.fullest
+    useless = {"model.lora.rank": settings.model.adapted, "sparsity": planner.run.parts.fact("sparsity", "evicts")}
+    useless |= dict.fromkeys(_OF_GPUS if planner.device.type == "cpu" else [PARK] * (phase in UPDATE), True)
+    if phase in ("prefill", "decode", "eval"):
+        slots = "fewer sampler.slots" if "slots" in settings.parts["sampler"] else "sampler=infinite sampler.slots=16"
+        makes = slots, "lower sampling.max_new_tokens"
+        less = less | {KV: (*makes, "sparsity=rkv"), LOGITS: makes, ACTIVATIONS: makes}
+
+    def helps(word: str) -> bool:
+        key, _, text = word.partition("=")
+        if " " in word or key == "model.lora.rank" or useless.get(key):
+            return not useless.get(key)
+        changed = with_values(settings, {key: yaml.safe_load(text)})
+        return changed != settings and not any(conflicts(changed, Factories.of(changed.parts)))
+
     parts = sorted(((size, kind) for kind, size in plan.phases[phase].items() if size), reverse=True)
     whole = f"with every rollout at full length {phase} takes {gib(plan.bytes_of(phase))}:"
-    return [whole, *(f"  {kind} {gib(size)}: {keys[kind]}" for size, kind in parts)]
+    return [whole, *(f"  {kind} {gib(size)}: {', '.join(filter(helps, less[kind]))}" for size, kind in parts)]
 
 
 @contextmanager
@@ -52,8 +69,7 @@ def explaining_out_of_memory(run: Prepared[Any]) -> Iterator[None]:
             others, free, whole = held_by_others(run.device)
             lines.append(f"other processes hold {gib(others)} of the GPU's {gib(whole)}; {gib(free)} are free")
         try:
-            plan = Planner.of(run, run.device).plan()
-            lines += breakdown(plan, phase if phase in plan.phases else plan.fullest)
+            lines += breakdown(Planner.of(run, run.device), phase=phase)
         except (UserError, MemoryError, RuntimeError) as fault:
             lines.append(f"its memory could not be planned: {fault}")
         lines.append("fit=auto chooses settings that fit; grpo profile profile.plan_only=true fit=<memory> shows them")

@@ -14,9 +14,10 @@ import torch
 from grpo_cli.collect.epochs import Epochs
 from grpo_cli.collect.equal import equal, max_rollouts_at_once
 from grpo_cli.config.auto import AUTO
+from grpo_cli.config.choices import shipped
 from grpo_cli.config.compose import model_of
 from grpo_cli.config.instantiate import make
-from grpo_cli.config.prepare import Prepared
+from grpo_cli.config.prepare import Prepared, Settings
 from grpo_cli.experiment import uses_torch_engine
 from grpo_cli.learner.forward import packs_rows
 from grpo_cli.learner.logprobs import chosen_logprobs
@@ -31,9 +32,10 @@ from grpo_cli.support.extras import installed
 from grpo_cli.support.facts import fact
 from grpo_cli.support.memory import resident_bytes
 
-Values = Mapping[str, Any]  # by dotted key
+Values = Mapping[str, Any]  # by dotted key, and choices by group
 TOKENS, CHUNK, SLOTS = "train.micro_batch_tokens", "train.logprob_chunk", "sampler.slots"
-RECOMPUTE, OFFLOAD, PARK = "model.gradient_checkpointing", "model.offload_activations", "optim.park"
+RECOMPUTE, OFFLOAD = "model.gradient_checkpointing", "model.offload_activations"
+PARK, STATE = "optim.park", "optim.offload"
 AS_IT_IS: Values = MappingProxyType({})
 UNLIMITED_TOKENS = 1 << 30
 UNREAD = 256  # tokens of a problem that is not read: as many as the longest of GSM8K have
@@ -90,13 +92,27 @@ class Planner:
 
     def plan(self, values: Values = AS_IT_IS) -> MemoryPlan:
         """Compute the plan with these settings in place of the run's."""
-        step, model = self.step, self.run.settings.model
+        step, settings = self.step, with_values(self.run.settings, values)
+        shapes = self.shapes(settings.model.gradient_checkpointing, settings.model.offload_activations)
         fields = {"tokens": TOKENS, "chunk": CHUNK, "parks": PARK}
         step = replace(step, **{field: values[key] for field, key in fields.items() if key in values})
         if SLOTS in values and step.sampler is not None:
             step = replace(step, sampler=step.sampler.with_slots(values[SLOTS]))
-        recompute = values.get(RECOMPUTE, model.gradient_checkpointing)
-        return plan(self.shapes(recompute, values.get(OFFLOAD, model.offload_activations)), step)
+        if STATE in values:
+            step = replace(step, optimizer=_optimizer_bytes(settings, shapes))
+        return plan(shapes, step)
+
+
+def with_values(settings: Settings, values: Values) -> Settings:
+    """Return the settings with other values, and with other choices where a key has no dot."""
+    for key, value in values.items():
+        group, _, name = key.partition(".")
+        if (part := settings.parts.get(group)) is None:
+            settings = replace(settings, **{group: replace(getattr(settings, group), **{name: value})})
+        else:
+            made = {**part, name: value} if name else shipped(group, value)
+            settings = replace(settings, parts={**settings.parts, group: made})
+    return settings
 
 
 def _optimizer_bytes(settings: Any, shapes: ShapeModel) -> int:
@@ -113,7 +129,7 @@ def _optimizer_bytes(settings: Any, shapes: ShapeModel) -> int:
     return shapes.of_all_layers(of)
 
 
-def process_alone(device: torch.device) -> int:
+def process_size(device: torch.device) -> int:
     """Return the bytes of the process without a run: on a CPU the program and its libraries, after the embedded model
     has loaded them by using them once; on a GPU what the allocator keeps for them."""
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -170,5 +186,5 @@ def _workloads(run: Prepared[Any]) -> tuple[Workload, Workload | None]:
 def _unread(run: Prepared[Any]) -> bool:
     """Return whether this is a plan alone, of problems of the hub that this installation cannot read."""
     task, profile = run.settings.parts["task"], getattr(run.settings, "profile", None)
-    source = str(task.get("path") or task.get("default_path"))
-    return profile is not None and profile.plan_only and source.startswith("hub:") and not installed("datasets")
+    source, runs = str(task.get("path") or task.get("default_path")), profile is None or profile.measures
+    return not runs and source.startswith("hub:") and not installed("datasets")

@@ -71,7 +71,7 @@ def legible(text: str) -> str:
 
 def parse_bytes(text: str | int) -> int:
     """Return `512MiB`, `1.5GB` or a plain number in bytes; 0 for what is no size, or none of 1 byte to 2^63."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:(?:([kmgtp])(i?))?b)?\s*", str(text).lower())
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:(?:([kmgtp])(i?))?b?)?\s*", str(text).lower())
     found = float(match[1]) * (1024 if match[3] else 1000) ** " kmgtp".index(match[2] or " ") if match else 0
     return int(found) if found < 2**63 else 0
 

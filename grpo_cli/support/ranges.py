@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -24,12 +25,13 @@ def OneOf(words: Sequence[str]) -> AfterValidator:  # noqa: N802
     return AfterValidator(check)
 
 
-def _readable(value: Any) -> Any:
-    if type(value) not in (int, str) or not parse_bytes(value):
+def _readable(value: Any, *, least: int = 1) -> Any:
+    if type(value) not in (int, str) or parse_bytes(value) < least:
         raise PydanticCustomError("one_of", "{listed}", {"listed": "a size such as 512MiB or 2GB"})
     return value
 
 
 Bytes = Annotated[int | str, BeforeValidator(_readable)]
+MiBs = Annotated[int | str, BeforeValidator(partial(_readable, least=2**20))]  # no number whose unit was forgotten
 Count = Annotated[int, Field(ge=1, le=2**63 - 1)]
 Share = Annotated[float, Field(ge=0, le=1)]

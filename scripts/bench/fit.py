@@ -34,6 +34,7 @@ from memory import LARGER
 
 from grpo_cli.config.prepare import prepare
 from grpo_cli.memory.planner import Planner
+from grpo_cli.support.formatting import parse_bytes
 
 LEAN = ("logger=jsonl", "device=cpu", "eval.every=0", "record.rollouts=0", "train.checkpoint_every=1000")
 # Replies that nearly all reach the limit: a plan must hold where all of them do.
@@ -139,10 +140,10 @@ def workload(name: str, args: argparse.Namespace) -> dict[str, Figures]:
     plain = next(iter(tried.values()))
     with a_folder() as place:
         refused = grpo((*words, "fit=1MiB"), args, place).stderr
-    enough = re.search(r"give fit=(\d+)MiB", refused)
+    enough = re.search(r"give fit=([\d.]+[MG]iB)", refused)
     if enough is None:
         raise SystemExit(f"grpo train {' '.join(words)} fit=1MiB: {refused[-2000:]}")
-    low, found = int(enough[1]) * MIB, dict[str, Figures]()
+    low, found = parse_bytes(enough[1]), dict[str, Figures]()
     for share in args.shares:
         limit = int(low + share * max(0, plain.peak - low))
         chosen, best, way = in_turns(words, tried, limit, args)

@@ -78,5 +78,5 @@ def test_a_narrow_screen_leaves_out_what_is_least_needed(elsewhere, monkeypatch,
     monkeypatch.setattr(ls.terminal, "console", lambda: SimpleNamespace(is_terminal=True, width=80))
     ls.list_runs(Path("outputs"))
     head, row = capsys.readouterr().out.splitlines()
-    assert head.split() == ["state", "model", "steps", "accuracy", "folder"]
-    assert len(row) <= 80 and row.endswith("outputs/train/a_folder_with_quite_a_long_name")
+    assert head.split() == ["state", "model", "steps", "accuracy", "folder"] and len(row) <= 80
+    assert row.endswith("outputs/train/a_folder_with_quite_a_long_name")

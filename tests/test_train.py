@@ -257,13 +257,12 @@ def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(tmp_path, name):
 
 
 def test_what_a_signal_cut_short_continues_as_if_there_had_been_none(tmp_path):
-    """No evaluation is added at its end, nor repeated when it is resumed from step 0."""
+    """No evaluation is added at its end, nor repeated when resumed from step 0; a step that is left is made again."""
     alone, cut = Recorder(), Recorder()
     learning = lambda model: make_engine(model, predictor=mean_length())  # noqa: E731  # of evaluations, too
     make_trainer(settings_for(tmp_path / "alone"), engine=learning, trackers=(alone,)).fit()
     settings, parts = settings_for(tmp_path / "cut"), dict[str, Any](engine=learning, trackers=(cut,))
-    # The first evaluation judges 9, which it goes on with; a step's rollouts are left, and made again.
-    assert make_trainer(settings, task=After(5, lambda: press("SIGTERM")), **parts).fit()["step"] == 0
+    assert make_trainer(settings, task=After(5, lambda: press("SIGTERM")), **parts).fit()["step"] == 0  # of 9 judged
     task, checkpoint = After(12 + 2, lambda: press("SIGINT")), newest(tmp_path / "cut")
     assert make_trainer(settings, task=task, checkpoint=checkpoint, **parts).fit()["step"] == 1
     assert newest(tmp_path / "cut").name == "step_000001" and task.left == 0

@@ -30,7 +30,7 @@ FILES: dict[str, str | bytes] = {
     "good.jsonl": "".join(ROW % f"{i}+{i}" for i in range(40)),
     "latin.jsonl": b'{"question": "\xe9", "answer": "4"}',
     "deep.jsonl": 9000 * "[",
-    "long.jsonl": ROW % (10_000_000 * "a") + ROW % "2+2",
+    "long.jsonl": ROW % (10_000_000 * "a") + ROW % (1000 * "b"),
     **LISTED["files"],
 }
 

@@ -120,7 +120,9 @@ class TorchEngine(SequenceEngine):
 
     def _serve(self, generation: Generation) -> Iterator[Rollout]:
         """Yield rollouts, with predicted lengths if the scheduler needs them. Sets `stats` however it ends."""
-        prefix, plan, details = self._prefix, generation.plan, dict[str, float]()
+        prefix = self._prefix
+        plan = generation.plan
+        details = dict[str, float]()
         if prefix and plan.is_bounded:
             self._warn_once("predictor=prefix predicts nothing under a sampler.kv_budget: use predictor=mean")
         try:

@@ -96,6 +96,8 @@ def _used(folder: Path, base: str) -> str:
     if has_adapters(folder):
         evaluated = f"lm_eval --model hf --model_args pretrained={base},peft=<this folder>,tokenizer=<this folder>"
         return f"    {evaluated}\n\nFor vLLM export the run with --merge.\n"
-    asked = """from transformers import pipeline as p; print(p("text-generation", "<this folder>")("<prompt>"))"""
+    chats = (folder / "chat_template.jinja").is_file()
+    text = """[{"role": "user", "content": "<question>"}]""" if chats else '"<prompt>"'
+    asked = f"""from transformers import pipeline as p; print(p("text-generation", "<this folder>")({text}))"""
     served = "    vllm serve <this folder>\n    lm_eval --model hf --model_args pretrained=<this folder>\n"
     return f"    python -c '{asked}'\n{served}"

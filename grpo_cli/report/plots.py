@@ -66,6 +66,7 @@ def _figure(comparison: Comparison, panels: Sequence[tuple[str, str, str]]) -> F
     figure = Figure(layout="constrained")
     named: dict[str, Artist] = {}
     for i, (axis, metric, label) in enumerate(panels, 1):
+        label += "\n(running mean)" * (metric in SERIES)
         panel = figure.add_subplot(len(panels), 1, i, xlabel=AXES[axis], ylabel=label)
         for j, arm in enumerate(comparison.arms):
             _draw(panel, arm, axis, metric, COLOURS[j % len(COLOURS)], MARKERS[j % len(MARKERS)])

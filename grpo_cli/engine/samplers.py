@@ -107,9 +107,9 @@ class KvPlan:
         prefix: int,
         pauses: bool,
     ) -> KvPlan:
-        """Compute a plan. With `prefix`, every rollout makes so many tokens before the rest is ordered, and waits with
-        their keys, unless all run at a time or memory has a bound. `pauses`: sequences wait for environments, as many
-        as can run; under a bound no blocks are reserved for them."""
+        """Compute a plan. With `prefix`, every rollout makes its first `prefix` tokens before the rest is ordered, and
+        keeps their keys while it waits, unless all run at a time or memory has a bound. `pauses`: sequences wait for
+        environments, as many as can run; under a bound no blocks are reserved for them."""
         lengths = {request.prompt.id: len(request.prompt.token_ids) for request in requests}
         new = max(request.sampling.max_new_tokens for request in requests)
         both = max(lengths[request.prompt.id] + request.sampling.max_new_tokens for request in requests)

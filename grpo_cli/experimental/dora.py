@@ -49,7 +49,7 @@ class Leaf(NamedTuple):
         return exp(mean_logprob(self.reply))
 
 
-# How many completions continue from each leaf, by their directions, of so many places.
+# Returns how many completions continue from each leaf, given the directions of the leaves and the number of places.
 SharesOut = Callable[[Sequence[Leaf], Float[np.ndarray, "L H"], int], Sequence[int]]
 
 

@@ -25,7 +25,7 @@ from grpo_cli.types import Prompt, ScoredGroup
 
 NONE, MIXED, ALL = range(3)  # states
 BEFORE, CHANCES = 3, 4  # the rows of a belief after its counts
-DIGITS = 9  # chances that agree to so many are a tie: what they differ by is rounding
+DIGITS = 9  # chances equal to 9 decimal places are a tie: the rest is rounding
 
 
 class DynamicsPredictive:

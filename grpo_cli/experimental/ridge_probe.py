@@ -81,7 +81,7 @@ class Probing:
     _runtime: Runtime
 
     def probe(self, window: int, least: int, ridge: float, rollouts: int) -> RidgeProbe:
-        """Return the probe. UserError if `window` steps, each of so many `rollouts`, never have `least` of them."""
+        """Return the probe. UserError if `window` steps of `rollouts` each have fewer than `least` rollouts."""
         if least > window * rollouts:
             raise UserError(
                 f"{self.group}.min_rollouts={least} is more than the {window * rollouts} rollouts of "

@@ -248,7 +248,7 @@ def test_logits_in_half_precision_are_summed_in_float32():
     """In bfloat16 a sum of 50,000 numbers would be off by parts of a nat."""
     logits = (3 * torch.randn(4, 50_000, generator=torch.Generator().manual_seed(0))).bfloat16()
     p = (logits.double() / 0.7).softmax(-1)
-    assert entropies_of(logits, 0.7) == pytest.approx((-(p * p.log()).sum(-1)).tolist(), abs=2e-5)
+    assert entropies_of(logits, 0.7) == pytest.approx((-(p * p.log()).sum(-1)).tolist(), abs=1e-4)
 
 
 class LargestLogits(TorchDispatchMode):

@@ -31,7 +31,6 @@ from grpo_cli.engine.layers import (
     Norm,
     Weights,
     activation_of,
-    can_pack,
     is_plain,
     linear_layers,
     norm_of,
@@ -144,7 +143,7 @@ class Decoder:
     @property
     def packs(self) -> bool:
         """True if rollouts multiply by packed copies."""
-        return self.may_pack and self.device.type == "cpu" and can_pack() and not (self.compiled or self._is_small)
+        return self.may_pack and self.device.type == "cpu" and not (self.compiled or self._is_small)
 
     def prepared(self, needs_received: bool = False) -> Decoder:
         """Return it for one generation: with weights in the precision of its products, and with the fastest attention

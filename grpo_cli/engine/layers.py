@@ -159,9 +159,10 @@ def linear_layers(module: nn.Module) -> Iterator[nn.Linear]:
     return (one for one in module.modules() if type(one) is nn.Linear)
 
 
-def can_pack() -> bool:
-    """True if this PyTorch has oneDNN's packed products."""
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+def can_pack(dtype: torch.dtype) -> bool:
+    """True if oneDNN has packed products in this precision here: those in bfloat16 need AVX-512 or AVX-NE-CONVERT."""
+    has = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return has and (dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _merged(weight: Tensor, adapters: Sequence[Adapter]) -> Tensor:

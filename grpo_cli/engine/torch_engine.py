@@ -16,7 +16,7 @@ from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.determinism import computes_the_same, without_company
 from grpo_cli.engine.eviction import Dense
 from grpo_cli.engine.generation import Generation
-from grpo_cli.engine.layers import NATIVE, Compiled
+from grpo_cli.engine.layers import NATIVE, Compiled, can_pack
 from grpo_cli.engine.scheduling import Fifo
 from grpo_cli.engine.sequence import Sequence
 from grpo_cli.interfaces import EnvironmentAnswers, facts
@@ -98,7 +98,7 @@ class TorchEngine(SequenceEngine):
             if self._decoder.can_be_native:
                 self._native = tried(lambda: computes_the_same(native), slower, self._parts.warn)
             self._decoder = native if self._native is True else self._decoder
-        decoder = replace(self._decoder, may_pack=self._packed_weights)
+        decoder = replace(self._decoder, may_pack=self._packed_weights and can_pack(self._decoder.precision))
         self._decoder, self._is_invariant = without_company(decoder)
         if decoder.promises_bits and not self._is_invariant:
             self._warn_once(

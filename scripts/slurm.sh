@@ -4,7 +4,7 @@
 #     sbatch --gpus=1 --time=12:00:00 scripts/slurm.sh /shared/runs/pods model=qwen2_5_3b n=64 m=16
 #
 # The folder comes first and is one that every machine sees; the rest is for `grpo train`. Two minutes before the limit
-# SLURM sends SIGUSR1 here: the run ends its step and saves, and the job is queued again. Without SLURM it is a script
+# SLURM sends SIGUSR1 here: the run leaves its step and saves, and the job is queued again. Without SLURM it is a script
 # like any other: called again, it goes on.
 #SBATCH --job-name=grpo --requeue --signal=B:USR1@120
 #SBATCH --open-mode=append --output=grpo-%j.txt
@@ -14,7 +14,7 @@ asked=
 trap 'asked=yes; kill -TERM $!' USR1 TERM # before the run starts: there is no moment without it
 grpo train "${@:2}" "hydra.run.dir='$folder'" resume=here &
 run=$!
-while kill -0 $run 2>/dev/null; do wait $run; done # a signal ends `wait`, while the run ends its step
+while kill -0 $run 2>/dev/null; do wait $run; done # a signal ends `wait`, while the run saves
 wait $run
 code=$?
 if [[ $asked && -n ${SLURM_JOB_ID:-} ]]; then scontrol requeue "$SLURM_JOB_ID"; fi

@@ -1,4 +1,4 @@
-"""Accuracy, pass@1 and pass@k with 95 % intervals: the same code inside training, on held-out prompts, and alone."""
+"""Accuracy, pass@1 and pass@k with 95% intervals: the same code inside training, on held-out prompts, and alone."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ from grpo_cli.types import Record
 
 
 def uses_torch_engine(settings: RunSettings | EvalRunSettings) -> bool:
-    """Return whether `engine=torch` makes the rollouts: it allocates through PyTorch, and its shapes are known."""
+    """True if `engine=torch` makes the rollouts: it allocates through PyTorch, and its shapes are known."""
     kind = pkgutil.resolve_name(str(settings.parts["engine"]["_target_"]))
     return isinstance(kind, type) and issubclass(kind, TorchEngine)
 

@@ -13,7 +13,7 @@ from typing import Any
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import ScoredGroup
 
-KEPT = 8  # visits of a problem; with a decay of 0.7 the ninth would weigh 6 %
+KEPT = 8  # visits of a problem; with a decay of 0.7 the ninth would weigh 6%
 UNSEEN = 0.5  # the solve rate assumed for a problem before its first visit
 
 
@@ -49,8 +49,8 @@ class History:
         return sum(w * share for w, share in zip(weights, shares, strict=True)) / sum(weights) if weights else UNSEEN
 
     def beta(self, problem: str, decay: float, prior: float) -> tuple[float, float]:
-        """Parameters of a Beta distribution over the chance of solving it: `prior` plus the decayed counts of rollouts
-        that did and did not."""
+        """Return the parameters of a Beta distribution over the chance of solving it: `prior` plus the decayed
+        counts of rollouts that did and did not."""
         seen = list(zip(self._weights(problem, decay), self.visits(problem), strict=True))
         solved = sum(weight * visit.solved for weight, visit in seen)
         failed = sum(weight * (visit.tried - visit.solved) for weight, visit in seen)

@@ -125,7 +125,7 @@ class ModelSettings(Strict):
 class TrainSettings(Strict):
     steps: Steps
     prompts: Many
-    micro_batch_tokens: Count | Literal["auto"]  # decided before anything is built (`profile.micro_batch`)
+    micro_batch_tokens: Count | Literal["auto"]  # decided before anything is built (`memory.fit`)
     epochs: Count
     minibatches: Count
     logprob_chunk: Count

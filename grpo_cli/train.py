@@ -70,6 +70,10 @@ class Trainer:
                 fault = f"{type(error).__name__}: {error}"
                 raise
             finally:
+                try:
+                    self._saver.join()  # or its folder would be a leftover
+                except Exception as error:  # beside the one that ended the run
+                    self._parts.warn(f"the last checkpoint is not saved: {error}")
                 clear_leftovers(self._run_dir)
                 summary = self._summary(status, fault)
                 try:

@@ -39,19 +39,9 @@ VOCABULARY, EOS = 24, 1
 def small_model(family: str = "qwen2", *, seed: int = 0, **config: Any) -> PreTrainedModel:
     """A random model whose every weight counts; float32, in evaluation mode."""
     config_class, model_class = FAMILIES[family]
-    settings: dict[str, Any] = dict(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        eos_token_id=EOS,
-    )
+    settings: dict[str, Any] = dict(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, head_dim=8)
+    settings |= dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256)
+    settings |= dict(tie_word_embeddings=True, pad_token_id=0, eos_token_id=EOS)
     if family == "mistral":
         settings["sliding_window"] = None
     with torch.random.fork_rng(devices=[]):

@@ -48,10 +48,11 @@ def test_what_was_saved_is_found_and_loaded_and_the_last_few_are_kept(tmp_path):
     loaded = load_state(path)
     assert torch.equal(loaded["optimizer"]["state"][0], torch.arange(3.0))
     assert loaded["cursor"] == (1, 2) and loaded["words"] == {"a": None} and loaded["step"] == 100
-    for step in (101, 102):
+    for step in (101, 102, 103):
         save(root, step, keep=2)
-    save(root, 2, keep=2)  # a run that went back to an earlier step
-    assert names(root) == ["step_000002", "step_000102"]
+    assert names(root) == ["step_000102", "step_000103"]
+    save(root, 102, keep=2)  # a run that went back to an earlier step: the later ones are no longer its own
+    assert names(root) == ["step_000102"]
     (root / "step_000102" / "COMPLETE").unlink()
     save(root, 103, keep=0)
     assert names(root) == ["step_000102", "step_000103"]
@@ -190,8 +191,7 @@ def test_auto_is_the_run_that_saved_last_and_has_something_good(tmp_path, monkey
 
 
 def test_a_step_s_folder_tells_its_step_also_while_it_is_written():
-    for step in (0, 100, 1_000_000):
-        name = layout.step_folder(step)
+    for step, name in ((step, layout.step_folder(step)) for step in (0, 100, 1_000_000)):
         assert layout.step_of(name) == layout.step_of(f".{name}{layout.UNFINISHED}") == step
     assert {layout.step_of(name) for name in ("best", "step_", "step_1.bak", "a_step_1", "step_1 ")} == {None}
 

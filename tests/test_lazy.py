@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,15 @@ def test_a_full_disk_is_named_by_the_next_save_or_the_end(tmp_path, monkeypatch,
     assert find_checkpoint(tmp_path).path == tmp_path / "checkpoints" / f"step_{fails_at - 1:06d}"
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["status"] == "failed" and not list((tmp_path / "checkpoints").glob(".*.tmp"))
+
+
+def test_a_step_that_fails_leaves_the_checkpoint_that_was_being_written(tmp_path, monkeypatch):
+    sleep = lambda *given, **words: (time.sleep(1), save_pretrained(*given, **words))  # noqa: E731
+    monkeypatch.setattr("grpo_cli.experiment.save_pretrained", sleep)
+    monkeypatch.setattr("grpo_cli.learner.learner.Learner.update", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trained(tmp_path, *LAZY)
+    assert find_checkpoint(tmp_path).path == tmp_path / "checkpoints" / "step_000000"
 
 
 def test_the_optimizer_s_state_is_kept_by_the_names_of_weights():

@@ -349,7 +349,7 @@ def test_the_table_is_written_for_spreadsheets_pages_and_papers(tmp_path):
     assert float(other["difference"]) == -0.375 and float(other["difference_low"]) == -1.0, "not -0.375 - 12.7 * 0.125"
     assert "| a\\|b_c | 0.625 [0.000, 1.000] | – |" in found["report.md"]
     assert r"d & 0.250 [0.100, 0.900]* & $-$0.375 [$-$1.000, +1.000] &" in found["report.tex"]
-    assert all(part in found["report.tex"] for part in (r"\caption{", r"less that of rule=a|b\_c", "0.594 (95 \\% of"))
+    assert all(part in found["report.tex"] for part in (r"\caption{", r"less that of rule=a|b\_c", "0.594 (95\\% of"))
 
 
 def test_in_a_narrow_terminal_every_cell_is_shown_beside_its_row(monkeypatch):

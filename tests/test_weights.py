@@ -14,14 +14,14 @@ from small import adapted_model, contents, make_engine, small_model, some_reques
 from torch.utils.flop_counter import FlopCounterMode
 
 from grpo_cli.engine import layers
-from grpo_cli.engine.layers import can_pack
+from grpo_cli.engine.layers import has_packed
 from grpo_cli.model import compiling
 
 
 @pytest.fixture
 def packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also small models are."""
-    if not can_pack(torch.float32):
+    if not has_packed(torch.float32):
         pytest.skip("this PyTorch has no packed products")
     monkeypatch.setattr(layers, "PACKED_FROM", 0)
 
@@ -36,15 +36,12 @@ def test_packed_copies_with_adapters_say_what_the_modules_say(precision):
     engines = [make_engine(model, packed_weights=packed) for packed in (True, False)]
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
         ours, theirs = (contents(engine.generate(requests)) for engine in engines)
-    packs = can_pack(torch.float32 if precision == "float32" else torch.bfloat16)
-    assert [engine.facts()["packed_weights"] for engine in engines] == [packs, False]
+    packs = [has_packed(torch.float32 if precision == "float32" else torch.bfloat16), False]
+    assert [engine.facts()["packed_weights"] for engine in engines] == packs
     same = [name for name in ours if ours[name][0] == theirs[name][0]]
     assert len(same) == len(ours) or (precision != "float32" and len(same) > 2)
     for name in same:
         assert ours[name][1] == pytest.approx(theirs[name][1], abs=1e-4 if precision == "float32" else 0.15)
-
-
-# Compiled steps
 
 
 class Counting:

@@ -77,7 +77,7 @@ def evaluate(command: Command, settings: EvalRunSettings) -> Any:
             rows.append(
                 (name.removeprefix("eval/"), f"{value:.0f}" if value >= 2 else f"{value:.3f}", " to ".join(ends))
             )
-    print_table(console(), Table(("", "value", "95 % interval"), tuple(rows), frozenset({"value"})))
+    print_table(console(), Table(("", "value", "95% interval"), tuple(rows), frozenset({"value"})))
     exam, of = settings.eval, settings.checkpoint or settings.model.path
     sampled = f"; pass@: {exam.k} samples at temperature {exam.temperature:g}, top_p {settings.sampling.top_p:g}"
     print(f"accuracy: greedy answers of {of}{sampled * (exam.k > 0)}")

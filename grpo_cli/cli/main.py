@@ -125,7 +125,7 @@ def report(
         list[Path], typer.Argument(help="Run folders, sweep folders, or any folder that contains them.")
     ],
     out: Annotated[Path | None, typer.Option(help="Where to write; else below outputs/report.")] = None,
-    target: Annotated[float | None, typer.Option(help="The accuracy to reach. Default: 95 % of the highest.")] = None,
+    target: Annotated[float | None, typer.Option(help="The accuracy to reach. Default: 95% of the highest.")] = None,
     metric: Annotated[str, typer.Option(help="Which accuracy: greedy, or sampled as eval/pass@1.")] = "eval/accuracy",
     base: Annotated[str | None, typer.Option(help="The arm to compare with, such as n=8. Default: the first.")] = None,
 ) -> None:

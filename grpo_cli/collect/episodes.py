@@ -59,13 +59,8 @@ def play(
 
 
 def has_turns(task: Task) -> bool:
-    """Return whether an environment may answer the model."""
+    """True if an environment may answer the model."""
     return isinstance(task, Dialogue) and task.turns > 1
-
-
-def fits(rollout: Rollout, reply: Sequence[int]) -> bool:
-    """Return whether at least one token of the model fits behind the observation."""
-    return len(rollout) + len(reply) < rollout.request.sampling.max_new_tokens
 
 
 class Conversation:
@@ -153,7 +148,7 @@ def _in_rounds(
             reply = reply_to(episode)
             if reply is None:
                 yield episode
-            elif fits(episode, reply):
+            elif len(episode) + len(reply) < episode.request.sampling.max_new_tokens:  # the model has room for a token
                 left.append(with_observation(episode, reply))
             else:
                 yield replace(episode, finish=Finish.LENGTH)

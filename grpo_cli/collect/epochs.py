@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from grpo_cli.collect.requests import check_ids, seed_of
-from grpo_cli.history import History, of_kind
+from grpo_cli.history import of_kind
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import Prompt, ScoredGroup
 
@@ -85,7 +85,7 @@ class CandidateOrder(Epochs):
         return [place for place in every if not (without and self._prompts[place].id in without)]
 
 
-def require_revisits(name: str, prompts: int, per_step: int, steps: int, history: History) -> None:
+def require_revisits(name: str, prompts: int, per_step: int, steps: int) -> None:
     """Raise UserError if the task's prompts are visited less than once on average."""
     visits = steps * per_step
     if visits < prompts:

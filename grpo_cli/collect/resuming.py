@@ -13,9 +13,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from grpo_cli.engine.sampling import GOLDEN
 from grpo_cli.types import ENVIRONMENT, Finish, Request, Rollout, Span
-
-GOLDEN = 0x9E3779B97F4A7C15
 
 
 def unstarted(request: Request) -> Rollout:

@@ -16,7 +16,7 @@ def leaves(key: str, value: Any) -> dict[str, Any]:
 
 
 def is_package_target(target: Any) -> bool:
-    """Return whether a `_target_` is code of this package."""
+    """True if a `_target_` is code of this package."""
     return str(target).startswith("grpo_cli.")
 
 

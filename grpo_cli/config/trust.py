@@ -47,7 +47,7 @@ def refuse_foreign(settings: Iterable[tuple[str, Any]], typed: Iterable[str], fo
 
 
 def is_foreign(key: str, value: Any, folder: Path) -> bool:
-    """Return True if a setting of the run in `folder` is dangerous, and neither a value of `conf/` nor found here."""
+    """True if a setting of the run in `folder` is dangerous, and neither a value of `conf/` nor found here."""
     if isinstance(value, list):
         return any(is_foreign(key, item, folder) for item in value)
     if isinstance(value, Mapping):
@@ -66,7 +66,7 @@ def is_foreign(key: str, value: Any, folder: Path) -> bool:
 
 
 def _is_here(module: str, name: str, folder: Path) -> bool:
-    """Return True if a module of the current directory that did not come with the run defines this name. Imports it."""
+    """True if a module of the current directory that did not come with the run defines this name. Imports it."""
     top, here, run = module.partition(".")[0], Path.cwd(), folder.resolve()
     came_along = here.is_relative_to(run) or run.is_relative_to(here / top)
     with own_code(f"the module {module}"), suppress(ImportError, ValueError):

@@ -1,6 +1,6 @@
 """Attention of one decode step over tables of blocks: each row sees its prompt's keys, its own, and its new one.
 
-There are three backends: C on a CPU (`native/decode.c`), one Triton kernel on a GPU (`triton_attention.py`), and
+There are three backends: C on a CPU (`native/decode.c`), Triton kernels on a GPU (`triton_attention.py`), and
 PyTorch's operations, which run anywhere. The first and the last also return the attention that keys receive.
 """
 

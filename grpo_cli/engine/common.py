@@ -77,10 +77,10 @@ class SequenceEngine:
 
     def _learn(self, served: Seq[tuple[Sequence, Rollout]]) -> Mapping[str, float]:
         """Pass finished rollouts to the predictor; return a metric of what it had predicted of them."""
-        taught = [(s, r) for s, r in served if r.request.teaches_length and r.finish is not Finish.PARTIAL]
-        self._predictor.learn([rollout for _, rollout in taught], _hidden([s for s, _ in taught]))
+        learnt_from = [(s, r) for s, r in served if r.request.teaches_length and r.finish is not Finish.PARTIAL]
+        self._predictor.learn([rollout for _, rollout in learnt_from], _hidden([s for s, _ in learnt_from]))
         prefix = self._predictor.prefix_tokens
-        errors = [abs(s.predicted - (len(r) - prefix)) for s, r in taught if s.predicted is not None]
+        errors = [abs(s.predicted - (len(r) - prefix)) for s, r in learnt_from if s.predicted is not None]
         return {"predictor/mean_absolute_error": float(np.mean(errors))} if errors else {}
 
 
@@ -90,7 +90,7 @@ def _hidden(sequences: Seq[Sequence]) -> torch.Tensor | None:
 
 
 def check_context(requests: Iterable[Request], context: int, more: str = "") -> None:
-    """UserError for a request that is longer than the context."""
+    """Raise UserError for a request that is longer than the context."""
     for request in requests:
         needed = len(request.prompt.token_ids) + request.sampling.max_new_tokens
         if needed > context:

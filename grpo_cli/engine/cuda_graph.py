@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from grpo_cli.engine.sequence import Rows
-from grpo_cli.support.memory import tensors_of
 
 # For each row: its last hidden state [R, H], its next token and that token's log-probability.
 StepOutput = tuple[Tensor, ...]
@@ -32,7 +31,7 @@ class GraphedSteps:
         self._captured: dict[Hashable, tuple[list[Tensor], Callable[[], StepOutput]]] = {}
 
     def __call__(self, step: Callable[[Rows], StepOutput], rows: Rows) -> StepOutput:
-        given = tensors_of(rows)
+        given = _tensors_of(rows)
         shape = (rows.drawing.flags, *(tensor.shape for tensor in given))
         if shape in self._captured:
             inputs, replay = self._captured[shape]
@@ -43,8 +42,15 @@ class GraphedSteps:
             return step(rows)
         own = _cloned(rows)
         result, replay = self._capture(lambda: step(own))
-        self._captured[shape] = tensors_of(own), replay
+        self._captured[shape] = _tensors_of(own), replay
         return result
+
+
+def _tensors_of(value: Any) -> list[Tensor]:
+    """Return all tensors in nested dataclasses."""
+    if is_dataclass(value):
+        return [tensor for part in vars(value).values() for tensor in _tensors_of(part)]
+    return [value] if isinstance(value, Tensor) else []
 
 
 def _cloned(value: Any) -> Any:
@@ -70,7 +76,6 @@ class CudaGraphs:
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = _stream()
-        self._last: torch.cuda.CUDAGraph | None = None  # a pool ends with its last graph, and cannot begin again
 
     def __call__(self, run: Callable[[], StepOutput]) -> tuple[StepOutput, Callable[[], StepOutput]]:
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -82,7 +87,6 @@ class CudaGraphs:
         # Work of other threads on the device is not captured.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             result = run()
-        self._last = graph
 
         def replay() -> StepOutput:
             graph.replay()

@@ -53,7 +53,8 @@ class Padding:
     least: int = 1
 
     def padded_rows(self, count: int) -> int:
-        """
+        """Return the number of rows with padding.
+
         >>> Padding(rows=4, least=16).padded_rows(3), Padding(rows=4, least=16).padded_rows(17)
         (16, 20)
         """

@@ -26,7 +26,8 @@ def round_up(count: int, multiple: int) -> int:
 
 
 def blocks_for(tokens: int) -> int:
-    """
+    """Return the number of blocks that hold so many tokens.
+
     >>> blocks_for(8), blocks_for(9)
     (1, 2)
     """

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -129,14 +128,11 @@ class Weights:
     def _beside(self, product: Product, bases: Sequence[nn.Linear], adapters: Sequence[Sequence[Adapter]]) -> Product:
         """Compute the adapters: all down projections as one product, all up projections as another."""
         downs = _joined([down.detach().to(self.dtype) for own in adapters for down, _, _ in own])
-        sizes = [base.out_features for base in bases]
-        ups = downs.new_zeros(sum(sizes), len(downs))
-        last = 0
-        for end, size, own in zip(accumulate(sizes), sizes, adapters, strict=True):
-            for down, up, scale in own:
-                first, last = last, last + len(down)
-                ups[end - size : end, first:last] = up.detach() * scale
-        return Beside(product, self._multiply(downs), self._multiply(ups))
+        ups = list[Tensor]()
+        for base, own in zip(bases, adapters, strict=True):
+            wide = [(up.detach() * scale).to(self.dtype) for _, up, scale in own]
+            ups.append(torch.cat([downs.new_zeros(base.out_features, 0), *wide], dim=1))
+        return Beside(product, self._multiply(downs), self._multiply(torch.block_diag(*ups)))
 
 
 def adapters_of(layer: Any) -> list[Adapter] | None:
@@ -159,7 +155,7 @@ def linear_layers(module: nn.Module) -> Iterator[nn.Linear]:
     return (one for one in module.modules() if type(one) is nn.Linear)
 
 
-def can_pack(dtype: torch.dtype) -> bool:
+def has_packed(dtype: torch.dtype) -> bool:
     """True if oneDNN has packed products in this precision here: those in bfloat16 need AVX-512 or AVX-NE-CONVERT."""
     has = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     return has and (dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -177,7 +173,7 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class Block:
-    """The modules of one layer, looked up once: attribute access on a module is slow."""
+    """The parts of one layer, looked up once: attribute access on a module is slow."""
 
     input_norm: Any
     qkv: Products

@@ -26,7 +26,7 @@ class Predictor(Protocol):
         """Tokens that a request must have before its length is predicted; 0 predicts before any."""
 
     def predict(self, requests: Sequence[Request], hidden: Float[Tensor, "R H"] | None) -> Sequence[float] | None:
-        """Return the remaining tokens after the prefix, one number per request, or None when it cannot tell.
+        """Return the remaining tokens after the prefix, one number per request, or None without a prediction.
 
         `hidden` is the policy's last hidden state after the prefix, None when `prefix_tokens` is 0.
         """

@@ -18,7 +18,7 @@ from grpo_cli.model.transfer import send
 from grpo_cli.native import ops
 from grpo_cli.settings import Sampling
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+GOLDEN = 0x9E3779B97F4A7C15  # of splitmix64
 # Tokens whose probabilities are summed before the float64 sums begin: about the square root of a vocabulary.
 BLOCK = 256
 # How many lower-precision logits a CPU converts to float32 at a time: as many as fit a core's cache. Converting all at
@@ -53,12 +53,12 @@ class Drawing:
 
 
 def uniforms(seeds: Sequence[int], count: int) -> np.ndarray:
-    """Numbers in [0, 1), float64, [rows, count]: row i holds the first `count` of the stream of 64-bit seed i.
+    """Return numbers in [0, 1), float64, [rows, count]: row i holds the first `count` of the stream of 64-bit seed i.
 
     SplitMix64 (Steele, Lea and Flood 2014): number t of a stream is a hash of `seed + t * golden ratio`, so the numbers
     of all rows are computed at once. 53 bits of each are used.
     """
-    state = np.array(seeds, dtype=np.uint64)[:, None] + np.arange(1, count + 1, dtype=np.uint64) * _GOLDEN
+    state = np.array(seeds, dtype=np.uint64)[:, None] + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(GOLDEN)
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     state = state ^ (state >> np.uint64(31))
@@ -142,8 +142,8 @@ def inverse(probabilities: Float[Tensor, "R V"], uniform: Float[Tensor, "R 1"]) 
 
 
 def truncate(logits: Float[Tensor, "R V"], top_p: Float[Tensor, "R"], top_k: Int[Tensor, "R"]) -> Float[Tensor, "R V"]:
-    """Logits with everything outside each row's top-k and nucleus set to -inf (top-k first, as in Holtzman et al. 2020
-    combined the usual way). The most probable token always stays.
+    """Return logits with -inf outside each row's top-k and nucleus (top-k first; Holtzman et al. 2020). The most
+    probable token always stays.
 
     On a CPU a row is sorted as a whole only if its set may not end among the first tokens; a GPU would wait for that
     answer, and the tensors of a plan have none."""

@@ -90,7 +90,7 @@ class Sequence:
         return self.finish is not None
 
     def _stops(self, decode: Decode | None) -> bool:
-        """Return True if the end of its turn contains a stop string."""
+        """True if the end of its turn contains a stop string."""
         assert decode is not None, "stop strings need a decoder"
         start = max(len(self.tokens) - self._tail, self._turn_start)
         before = self.request.prompt.token_ids[start:] if start < 0 else ()
@@ -98,7 +98,7 @@ class Sequence:
         return any(string in text for string in self.request.sampling.stop)
 
     def has_room(self, tokens: int) -> bool:
-        """Return True if it can make another token after so many."""
+        """True if it can make another token after so many."""
         return len(self.tokens) + tokens < self.limit
 
     def read(self, observation: Seq[int]) -> None:

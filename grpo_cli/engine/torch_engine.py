@@ -16,7 +16,7 @@ from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.determinism import computes_the_same, without_company
 from grpo_cli.engine.eviction import Dense
 from grpo_cli.engine.generation import Generation
-from grpo_cli.engine.layers import NATIVE, Compiled, can_pack
+from grpo_cli.engine.layers import NATIVE, Compiled, has_packed
 from grpo_cli.engine.scheduling import Fifo
 from grpo_cli.engine.sequence import Sequence
 from grpo_cli.interfaces import EnvironmentAnswers, facts
@@ -34,10 +34,7 @@ from grpo_cli.types import EngineStats, Prompt, Request, Rollout
 @facts(is_policy=True, answers_in_place=True)
 class TorchEngine(SequenceEngine):
     """Rollouts by the trainer's own modules. With float32 in C a rollout's bits depend only on its request, if
-    `determinism.py` finds that possible, which `facts` reports.
-
-    `decode` turns tokens into text; it is used only for requests with stop strings.
-    """
+    `determinism.py` finds that possible, which `facts` reports."""
 
     reads_stop_strings = True
 
@@ -98,7 +95,7 @@ class TorchEngine(SequenceEngine):
             if self._decoder.can_be_native:
                 self._native = tried(lambda: computes_the_same(native), slower, self._parts.warn)
             self._decoder = native if self._native is True else self._decoder
-        decoder = replace(self._decoder, may_pack=self._packed_weights and can_pack(self._decoder.precision))
+        decoder = replace(self._decoder, may_pack=self._packed_weights and has_packed(self._decoder.precision))
         self._decoder, self._is_invariant = without_company(decoder)
         if decoder.promises_bits and not self._is_invariant:
             self._warn_once(
@@ -112,7 +109,7 @@ class TorchEngine(SequenceEngine):
         known = self._is_invariant is not None
         return {
             "invariant": self._is_invariant,
-            "threads": torch.get_num_threads() if self._decoder.device.type == "cpu" else None,
+            "threads": (self._threads or torch.get_num_threads()) if self._decoder.device.type == "cpu" else None,
             "padding": asdict(self._decoder.padding) if known else None,
             "packed_weights": self._decoder.packs if known else None,
             "native": self._native if known else None,

@@ -1,4 +1,4 @@
-"""The Triton kernels of `paged.paged_attention`. Imported only where a GPU runs them."""
+"""The Triton kernels of `attention.triton_attention`. Imported only where a GPU runs them."""
 
 from __future__ import annotations
 

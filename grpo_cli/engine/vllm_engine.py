@@ -148,7 +148,7 @@ class VllmEngine(ServingEngine):
 
     @contextmanager
     def _answering(self, what: str) -> Iterator[None]:
-        """Wraps every call into vLLM: disables the learner's autocast, under which vLLM would start, and adapters be
+        """Wrap every call into vLLM: disable the learner's autocast, under which vLLM would start, and adapters be
         merged, in the wrong precision; and turns whatever vLLM raises into a one-line UserError."""
         if self._dead:
             raise UserError(self._dead)

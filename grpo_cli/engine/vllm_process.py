@@ -26,7 +26,7 @@ _ENVIRONMENT = {
 
 @contextmanager
 def guest() -> Iterator[None]:
-    """Wraps vLLM's import and start: sets its environment, and restores the process-wide state that it changes: random
+    """Wrap vLLM's import and start: set its environment, and restore the process-wide state that it changes: random
     states, threads and `set_num_threads`."""
     os.environ |= _ENVIRONMENT | os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # weights are passed as tensors
     states = random.getstate(), np.random.get_state()
@@ -52,7 +52,7 @@ _BIASING = (
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """UserError for options that would bias the importance ratio."""
+    """Raise UserError for options that would bias the importance ratio."""
     for word in options:
         if word in _BIASING:
             raise UserError(f"engine.options.{word} would bias the importance ratio: leave it out")

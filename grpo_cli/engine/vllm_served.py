@@ -54,7 +54,7 @@ class Served:
         return cls(config | as_llama, dim, larger[0])
 
     def check_dtype(self, dtype: torch.dtype, device: torch.device) -> None:
-        """UserError for head sizes with which vLLM's rotary kernel for CPUs would crash the process."""
+        """Raise UserError for head sizes with which vLLM's rotary kernel for CPUs would crash the process."""
         if device.type == "cpu" and dtype.itemsize == 2 and self.head_dim % 16:
             raise UserError(
                 f"engine=vllm on a CPU computes heads of {self.head_dim} numbers, no multiple of 16, in float32 only: "

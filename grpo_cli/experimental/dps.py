@@ -19,7 +19,7 @@ from pydantic import Field
 
 from grpo_cli.collect.epochs import CandidateOrder, require_revisits
 from grpo_cli.collect.requests import seed_of
-from grpo_cli.history import History, of_kind
+from grpo_cli.history import of_kind
 from grpo_cli.support.ranges import Count, Share
 from grpo_cli.types import Prompt, ScoredGroup
 
@@ -44,13 +44,12 @@ class DynamicsPredictive:
         per_step: int,
         steps: int,
         seed: int,
-        history: History,
         *,
         pool: Count,
         decay: Share,
         prior: Annotated[float, Field(gt=0)],
     ) -> None:
-        require_revisits("dps", len(prompts), per_step, steps, history)
+        require_revisits("dps", len(prompts), per_step, steps)
         self._prompts, self._seed, self._decay, self._prior = prompts, seed, decay, prior
         self._candidates = CandidateOrder(prompts, per_step, seed, pool)
         self._unseen = np.concatenate([np.full((3, 3), prior), np.full((2, 3), 1 / 3)])

@@ -55,7 +55,7 @@ class Poise(Probing):
         self._now: dict[str, ProbeRows] = {}  # of the step that is under way, by prompt
 
     def __call__(self, group: ScoredGroup, kept: Sequence[int]) -> Float[Tensor, " K"]:
-        """UserError for rewards outside [0, 1], unless predictions may be, too."""
+        """Raise UserError for rewards outside [0, 1], unless predictions may be, too."""
         if self._clip:
             require_shares("advantage=probe with advantage.clip=true", group)
         if len(group.totals) < 2:

@@ -29,7 +29,7 @@ from grpo_cli.support.errors import UserError
 from grpo_cli.types import Batch
 
 # What a forward and backward pass costs beyond its tokens, in tokens (measured with the embedded model on a CPU, where
-# 256 to 1024 are within a few per cent of each other).
+# 256 to 1024 are within a few percent of each other).
 PASS_COST = 512
 
 
@@ -67,7 +67,7 @@ class Forward(ABC):
 def make_forward(
     model: Any, settings: ModelSettings, train: TrainSettings, temperature: float, warn: Callable[[str], None]
 ) -> Forward:
-    """Return the forward pass of a model. UserError if `train` does not say how many tokens go through at once."""
+    """Return the forward pass of a model. UserError if `train` does not set how many tokens go through at once."""
     if train.micro_batch_tokens == "auto":
         raise UserError(
             "train.micro_batch_tokens=auto is decided by the command line, before anything is built: give a number"
@@ -85,7 +85,7 @@ def make_forward(
 
 
 def packs_rows(model: ModelSettings, device: torch.device, can_pack: bool) -> bool:
-    """Return whether updates pack rows: a GPU has kernels for packed rows in 16 bits only."""
+    """True if updates pack rows: a GPU has kernels for packed rows in 16 bits only."""
     return can_pack and (device.type == "cpu" or "bfloat16" in (model.dtype, model.autocast))
 
 

@@ -5,6 +5,7 @@ It knows nothing about prompts, rewards or rollouts. Only the model and the opti
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -85,9 +86,7 @@ class Learner:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the precision that the computation runs in, rollouts included."""
-        if self._autocast_word == "none":
-            return nullcontext()
-        return torch.autocast(self._device.type, dtype=getattr(torch, self._autocast_word))
+        return torch.autocast(self._device.type, torch.bfloat16, enabled=self._autocast_word == "bfloat16")
 
     @torch.no_grad()
     def logprobs(self, model: Any, batch: Batch, with_adapters: bool = True) -> Float[Tensor, "N"]:
@@ -107,7 +106,7 @@ class Learner:
         loss, optim, sums = loss or self._loss, self._optim, dict[str, Tensor]()
         divisors, trained = totals(batch, self._max_new_tokens), int(batch.trained_mask.sum())
         parts, passes = self._micro_batches(batch, loss), list[Tensor]()
-        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.zero_grad()
         with self._span("update") as count, computing_with(self.threads):
             for done, (rows, has_gradient) in enumerate(parts, 1):
                 values, shares = self._pass(rows_of(batch, rows), loss, divisors, trained, has_gradient)
@@ -123,7 +122,7 @@ class Learner:
                     metrics["off/ess"] = effective_share(batch, logprobs)
                 rate = learning_rate(optim, step, self._train.steps) if rate is None else rate
                 fault, stepped = self._optimizer_step(metrics, rate, step)
-        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.zero_grad()
         give_back_freed(all_of_it=False)
         return Update(metrics, logprobs, fault, stepped)
 
@@ -168,7 +167,7 @@ class Learner:
         """Make one optimizer step, if all metrics are finite and any gradient is not 0: else earlier moments and weight
         decay would change the weights. Return the fault, and whether it stepped; add the rate, which `optim.ess` may
         lower, to `metrics`."""
-        fault = next((f"{name} is {v}" for name, v in metrics.items() if not torch.isfinite(torch.tensor(v))), None)
+        fault = next((f"{name} is {v}" for name, v in metrics.items() if not math.isfinite(v)), None)
         if fault is not None:
             return fault, False
         if self._optim.ess != "none":
@@ -187,7 +186,7 @@ class Learner:
         return None, True
 
     def _has_gradient(self) -> bool:
-        """Return whether any number of the gradient is not 0: the norm of small ones can be 0, as their squares are."""
+        """True if any number of the gradient is not 0: the norm of small ones can be 0, as their squares are."""
         found = [p.grad.any() for p in self._parameters if p.grad is not None]
         return bool(found) and bool(torch.stack(found).any())
 

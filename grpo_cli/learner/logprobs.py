@@ -20,18 +20,17 @@ from torch.utils.checkpoint import checkpoint
 
 from grpo_cli.model.anatomy import head
 
-_AT_ONCE = {"cpu": 1 << 21, "cuda": 1 << 26}  # logits in float32 at one time; a GPU works best with few large calls
+AT_ONCE = {"cpu": 1 << 21, "cuda": 1 << 26}  # logits in float32 at one time; a GPU works best with few large calls
 
 
 @dataclass(frozen=True)
 class ByRow:
-    """Functions of the logits of some rows: log p of each row's token; and, given that and the row's factor, the
-    gradient of factor * temperature * log p, which overwrites the logits, and the entropy of p in nats, into the last
-    argument."""
+    """Functions of the logits of some rows: log p of each row's token; and, given the row's factor, the gradient of
+    factor * temperature * log p, which overwrites the logits, and the entropy of p in nats, into the last argument."""
 
     # Not in the repr: addresses, which differ between processes.
     chosen: Callable[[Tensor, Tensor, float], Tensor] = field(repr=False)
-    slope: Callable[[Tensor, Tensor, Tensor, Tensor, float, Tensor], None] = field(repr=False)
+    slope: Callable[[Tensor, Tensor, Tensor, float, Tensor], None] = field(repr=False)
 
 
 def _chosen_in_parts(logits: Float[Tensor, "N V"], ids: Int[Tensor, "N"], temperature: float) -> Float[Tensor, "N"]:
@@ -41,9 +40,7 @@ def _chosen_in_parts(logits: Float[Tensor, "N V"], ids: Int[Tensor, "N"], temper
     return chosen
 
 
-def _slope_in_parts(
-    logits: Tensor, ids: Tensor, chosen: Tensor, factors: Tensor, temperature: float, entropy: Tensor
-) -> None:
+def _slope_in_parts(logits: Tensor, ids: Tensor, factors: Tensor, temperature: float, entropy: Tensor) -> None:
     for some, which, factor, out in few_rows(logits, ids, factors, entropy):
         logs = log_softmax(some, temperature)
         slope = logs.exp()
@@ -95,7 +92,7 @@ def _chosen(
         return chosen
     chosen = by_row.chosen(logits, ids, temperature)
     if room is not None:
-        by_row.slope(logits, ids, chosen, torch.zeros_like(chosen), temperature, room)
+        by_row.slope(logits, ids, torch.zeros_like(chosen), temperature, room)
     return chosen
 
 
@@ -113,19 +110,19 @@ class _Chosen(torch.autograd.Function):
         room: Float[Tensor, "N"],
     ) -> Tensor:
         chosen = by_row.chosen(logits.detach(), ids, temperature)
-        ctx.save_for_backward(logits, ids, chosen)
+        ctx.save_for_backward(logits, ids)
         ctx.temperature, ctx.by_row, ctx.room = temperature, by_row, room
         return chosen
 
     @staticmethod
     def backward(ctx: Any, gradient: Float[Tensor, "N"]) -> tuple[Tensor, None, None, None, None]:
-        logits, ids, chosen = ctx.saved_tensors
-        ctx.by_row.slope(logits.detach(), ids, chosen, gradient / ctx.temperature, ctx.temperature, ctx.room)
+        logits, ids = ctx.saved_tensors
+        ctx.by_row.slope(logits.detach(), ids, gradient / ctx.temperature, ctx.temperature, ctx.room)
         return logits, None, None, None, None
 
 
 def few_rows(logits: Float[Tensor, "N V"], *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    rows = max(1, _AT_ONCE[logits.device.type] // logits.shape[1])
+    rows = max(1, AT_ONCE[logits.device.type] // logits.shape[1])
     return zip(*(tensor.split(rows) for tensor in (logits, *others)), strict=True)
 
 

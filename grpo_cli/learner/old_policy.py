@@ -54,7 +54,7 @@ class OldPolicy:
         return None
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Put back what `state_dict` gave. UserError if the checkpoint is that of another kind."""
+        """Restore what `state_dict` returned. UserError if the checkpoint is that of another kind."""
         if state is not None:
             of_kind(state, _GROUP, self.kind)
 
@@ -67,7 +67,7 @@ def old_policy(prox: str, window: float | int, model: Any, learner: Learner) -> 
 
 
 def pass_before(prox: str, needed: bool) -> bool:
-    """Return whether a step makes a forward pass for the old policy before its updates; `needed`: it does with
+    """True if a step makes a forward pass for the old policy before its updates; `needed`: it does with
     `step_start`."""
     return {"step_start": needed, "sampler": False, "ewma": True}[prox]
 

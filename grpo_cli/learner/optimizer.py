@@ -104,7 +104,7 @@ def _check_moments(optimizer: Any, state: Mapping[int, Mapping[str, Any]]) -> No
 
 
 # Of bitsandbytes: tensors of fewer numbers keep float32 state, and so many numbers share a scale (2048 in older
-# releases, which makes no more than 2 % of a difference).
+# releases, which makes no more than 2% of a difference).
 _SMALL, _BLOCK = 4096, 256
 
 
@@ -120,7 +120,7 @@ def state_bytes(weights: Sequence[Tensor], optim: OptimSettings, device: torch.d
 
 
 class Offloaded:
-    """AdamW that works on copies in the CPU's memory, so that its state (8 bytes per float32 weight) are there too.
+    """AdamW that works on copies in the CPU's memory, whose state (8 bytes per float32 weight) is there, too.
 
     Each step moves every gradient there and every weight back. The result is the same as without: the same numbers go
     through the same operations, on the CPU.
@@ -149,7 +149,7 @@ class Offloaded:
             weight.copy_(copy, non_blocking=True)
             copy.grad = None
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self) -> None:
         for weight in self._weights:
             weight.grad = None
 

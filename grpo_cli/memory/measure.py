@@ -23,8 +23,8 @@ from grpo_cli.support.meter import Meter
 from grpo_cli.tracking.progress import Progress
 from grpo_cli.types import ScoredGroup
 
-# The phases of a step in order, none nested in another; `eval` is outside the step. The first two are engine=ray's.
-PHASES = (*("weights", "dealing", "prefill", "decode", "reward", "old_logprobs", "ref_logprobs"), *UPDATE, "eval")
+# The phases of a step in order, none nested in another; `eval` is outside the step. The first is engine=ray's.
+PHASES = (*("weights", "prefill", "decode", "reward", "old_logprobs", "ref_logprobs"), *UPDATE, "eval")
 NEVER = -1  # the end-of-sequence token of rollouts of full length: a token that no model produces
 
 

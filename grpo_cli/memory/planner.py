@@ -184,7 +184,7 @@ def _workloads(run: Prepared[Any]) -> tuple[Workload, Workload | None]:
 
 
 def _unread(run: Prepared[Any]) -> bool:
-    """Return whether this is a plan alone, of problems of the hub that this installation cannot read."""
+    """True if this is a plan alone, of problems of the hub that this installation cannot read."""
     task, profile = run.settings.parts["task"], getattr(run.settings, "profile", None)
     source, runs = str(task.get("path") or task.get("default_path")), profile is None or profile.measures
     return not runs and source.startswith("hub:") and not installed("datasets")

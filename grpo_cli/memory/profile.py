@@ -39,7 +39,7 @@ _SLOTS = "rollouts: {decode_steps:.0f} decode steps in {slots:.0f} slots, {slot_
 
 
 def fast_when_planned(word: bool | str) -> bool | None:
-    """Return whether the GPU of `profile.for_gpu` computes bfloat16 faster than float32; None without one."""
+    """Return True if the GPU of `profile.for_gpu` computes bfloat16 faster than float32; None without one."""
     return None if word is False else word != "t4"
 
 

@@ -19,8 +19,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from grpo_cli.engine.layers import PACKED_FROM, linear_layers
-from grpo_cli.learner.logprobs import _AT_ONCE, ByRow, chosen_logprobs
+from grpo_cli.engine.layers import PACKED_FROM, has_packed, linear_layers
+from grpo_cli.learner.logprobs import AT_ONCE, ByRow, chosen_logprobs
 from grpo_cli.memory.allocations import Allocations
 from grpo_cli.model.anatomy import backbone
 from grpo_cli.model.checkpointing import keep_little, last_states, recompute_layers
@@ -123,7 +123,7 @@ class ShapeModel:
 
     def softmax_bytes(self, rows: int) -> int:
         """Return the bytes of two numbers in float32 for each logit of the rows that are converted together."""
-        return 8 * self.vocabulary * min(rows, max(1, _AT_ONCE[self.device.type] // self.vocabulary))
+        return 8 * self.vocabulary * min(rows, max(1, AT_ONCE[self.device.type] // self.vocabulary))
 
     def copied(self, packed: bool) -> int:
         """Return the bytes of the copies of weights that rollouts multiply by: in another precision, or on a CPU packed
@@ -135,7 +135,7 @@ class ShapeModel:
             weights = [layer.weight for layer in linear_layers(model)]
             return sum(weight.numel() for weight in weights if every or weight.dtype != self.dtype)
 
-        every = self.on_cpu and (packed or self.of_all_layers(numbers) < PACKED_FROM)
+        every = self.on_cpu and (packed and has_packed(self.dtype) or self.of_all_layers(numbers) < PACKED_FROM)
         return self.dtype.itemsize * self.of_all_layers(lambda model: numbers(model, every))
 
     @cached_property

@@ -37,7 +37,7 @@ class TargetRate:
         pool: Count,
         decay: Share,
     ) -> None:
-        require_revisits("target", len(prompts), per_step, steps, history)
+        require_revisits("target", len(prompts), per_step, steps)
         self._prompts, self._seed, self._history = prompts, seed, history
         self._target, self._temperature, self._decay = target, temperature, decay
         self._candidates = CandidateOrder(prompts, per_step, seed, pool)

@@ -114,7 +114,7 @@ def _take_ends(
     num_high: int,
     rng: np.random.Generator,
 ) -> Int[np.ndarray, " K"]:
-    """Indices, ascending, of the `num_low` smallest and `num_high` largest rewards; `ordered` is `rewards` ascending.
+    """Return indices, ascending, of the `num_low` smallest and `num_high` largest of `rewards`, sorted in `ordered`.
 
     Everything beyond the two border values is taken; among the rewards equal to a border as many as are missing are
     drawn at random. The two borders may be one value, whose ties are then drawn from once.

@@ -1,7 +1,7 @@
 """The two halves of a Hugging Face causal language model, whatever wraps it: the backbone and the head.
 
 Of a Llama-shaped model the head is a layer. Others scale or cap its logits in their own way, so there it is the model
-itself, asked for what it makes of states that its backbone has given.
+itself, which computes logits from states that its backbone has returned.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def unwrapped(model: Any) -> Any:
 
 
 def is_llama_shaped(model: Any) -> bool:
-    """Return whether it is of the families whose layers are driven, packed and taken apart here. Of any other nothing
+    """True if it is of the families whose layers are driven, packed and taken apart here. Of any other nothing
     is known but its two halves."""
     return type(unwrapped(model)).__name__ in ARCHITECTURES.values()
 
@@ -90,7 +90,7 @@ class _States(tuple[Tensor]):
 
 
 def has_dropout(model: Any) -> bool:
-    """Return whether it has active dropout, so that train mode differs from eval mode."""
+    """True if it has active dropout, so that train mode differs from eval mode."""
     return any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in model.modules())
 
 

@@ -13,7 +13,6 @@ from transformers import GenerationConfig
 
 from grpo_cli.model.adapters import BASE, has_adapters, merge_adapters
 from grpo_cli.model.load import (
-    DTYPES,
     TINY,
     eos_token_ids,
     load_model,
@@ -58,7 +57,7 @@ def write_model(
         model = merge_adapters(model)
     elif adapted:  # the path that was written down may be of another machine
         model.active_peft_config.base_model_name_or_path = str(source_of(settings.path))
-    save_pretrained(model.to(DTYPES[settings.dtype]), tokenizer, folder)
+    save_pretrained(model.to(getattr(torch, settings.dtype)), tokenizer, folder)
     ends = {"eos_token_id": list(eos), "pad_token_id": pad_token_id(tokenizer, eos)}
     GenerationConfig(**ends, **sampling).save_pretrained(folder)  # not the base's penalties, which no rollout had
 

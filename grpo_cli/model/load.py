@@ -38,7 +38,6 @@ from grpo_cli.settings import ModelSettings
 from grpo_cli.support.errors import UserError, explained
 
 transformers_logging.disable_progress_bar()  # of files and weights: they would break the live view
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TINY = "tiny"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 
@@ -54,7 +53,7 @@ def load_model(
     trained; theirs is the only dropout. UserError for what is missing, broken, or not supported here or by `device`.
     """
     check_device(settings, device)
-    dtype = DTYPES[settings.dtype]
+    dtype = getattr(torch, settings.dtype)
     source = None if settings.random_init else source_of(settings.path)
     config = model_config(settings, any_family) if source is None else _read_config(source, settings, any_family)
     for name, value in vars(config).items():  # each family has words of its own: resid_pdrop, layerdrop

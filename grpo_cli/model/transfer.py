@@ -25,13 +25,9 @@ def send(device: torch.device, *tables: np.ndarray) -> list[Tensor]:
 
 
 def read(*columns: Tensor) -> list[np.ndarray]:
-    """Return columns [R] of equal length, or several at once [R, W], on the host: integers below 2^31, float32."""
+    """Return columns [R] on the host: integers below 2^31, float32."""
     if columns[0].device.type == "cpu":
         return [column.numpy() for column in columns]
     numbers = [c if c.dtype == torch.float32 else c.int().view(torch.float32) for c in columns]
-    packed = torch.cat([c[None] if c.dim() == 1 else c.T for c in numbers]).cpu().numpy()
-    ends = np.cumsum([1 if column.dim() == 1 else column.shape[1] for column in columns])
-    return [
-        (rows if column.dtype == torch.float32 else rows.view(np.int32)).T.reshape(column.shape)
-        for rows, column in zip(np.split(packed, ends[:-1]), columns, strict=True)
-    ]
+    rows = torch.stack(numbers).cpu().numpy()
+    return [row if c.dtype == torch.float32 else row.view(np.int32) for row, c in zip(rows, columns, strict=True)]

@@ -326,7 +326,7 @@ void silu(int64_t rows, int64_t width, const void *gate, const void *up, int64_t
         }
 }
 
-#define BLOCK 256 /* tokens that are summed before the float64 sums begin, as in sample.py */
+#define BLOCK 256 /* tokens that are summed before the float64 sums begin, as in sampling.py */
 
 INLINE float number(const void *from, size_t at, int half) {
     uint32_t bits = half ? (uint32_t)((const uint16_t *)from)[at] << 16 : ((const uint32_t *)from)[at];
@@ -342,7 +342,7 @@ INLINE Vec weight_of(const void *logits, size_t first, int64_t i, int64_t end, i
     return end - i < LANES ? choose(lane < (int32_t)(end - i), weight, (Vec){}) : weight;
 }
 
-/* Draw the token in whose part of the unit interval each row's `uniform` lies, as sample.py's `inverse` does: first the
+/* Draw the token in whose part of the unit interval each row's `uniform` lies, as sampling.py's `inverse` does: first the
    block of tokens, then the token. A row of temperature 0 takes the most probable token, with log-probability 0. Numbers
    that are not finite give a log-probability that is not either. */
 void draw(

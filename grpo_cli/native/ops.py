@@ -203,7 +203,7 @@ def reference(
 
 @cache
 def tree_attention_is_exact(heads: int, group: int, dim: int) -> bool:
-    """Return whether tree.c computes what the reference does, but for rounding, on heads of this shape. NoNative if it
+    """True if tree.c computes what the reference does, but for rounding, on heads of this shape. NoNative if it
     cannot be compiled."""
     trees, found = ((20, 5, 41), (3,), (1, 2)), []
     generator, tokens = torch.Generator().manual_seed(0), sum(map(sum, trees))

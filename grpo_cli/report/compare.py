@@ -26,7 +26,7 @@ TASK = ("task", "task.path", "task.eval_path")  # what says which problems are h
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean and its 95 % interval; `over` is what was sampled: "seeds", "problems", or "" without an interval."""
+    """A mean and its 95% interval; `over` is what was sampled: "seeds", "problems", or "" without an interval."""
 
     mean: float
     low: float = math.nan
@@ -140,7 +140,7 @@ def compare(
         raise UserError(f"--base={base} is no arm of these runs{closest(base, labels)}; there is: {', '.join(labels)}")
     pairs = zip(arms, found, strict=True)
     bases = tuple(one if one is not arm and one and one.task == arm.task else None for arm, one in pairs)
-    target_is = "--target" if target else f"{100 * DEFAULT_TARGET:g} % of the highest"
+    target_is = "--target" if target else f"{100 * DEFAULT_TARGET:g}% of the highest"
     if target is None:
         best = max((value for arm in arms for value in arm.mean_curve.values), default=None)
         target = None if best is None else DEFAULT_TARGET * best
@@ -184,7 +184,7 @@ def _arm(label: str, runs: Sequence[Run], columns: Sequence[str]) -> Arm:
 
 
 def estimate(values: Iterable[float | None], least: float = -math.inf, most: float = math.inf) -> Estimate | None:
-    """Return the mean of the values that are not None, with Student's 95 % interval if they differ; None without
+    """Return the mean of the values that are not None, with Student's 95% interval if they differ; None without
     values.
 
     A few equal values do not justify an interval of width zero, so none is given. The mean must lie between `least` and

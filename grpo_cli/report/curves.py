@@ -36,7 +36,7 @@ class Curve:
     steps: tuple[int, ...]
     values: tuple[float, ...]
     axes: Mapping[str, tuple[float, ...]]
-    intervals: tuple[tuple[float, float], ...] = ()  # 95 %, of an accuracy over the problems; a mean has none
+    intervals: tuple[tuple[float, float], ...] = ()  # 95%, of an accuracy over the problems; a mean has none
 
     def first_reaching(self, value: float | None) -> float | None:
         """Return the seconds up to the first step with at least this value, None if there is none."""
@@ -71,7 +71,7 @@ def mean_curve(curves: Sequence[Curve]) -> Curve:
 
 
 def interval(curves: Sequence[Curve]) -> Float[np.ndarray, "2 steps"]:
-    """Return both ends of the 95 % interval over two or more runs at each step of `mean_curve`."""
+    """Return both ends of the 95% interval over two or more runs at each step of `mean_curve`."""
     values = _at(_common_steps(curves), curves, [curve.values for curve in curves])
     half = student_95(len(curves) - 1) * values.std(axis=0, ddof=1) / math.sqrt(len(curves))
     return values.mean(axis=0) + np.array([-half, half])

@@ -35,7 +35,7 @@ STYLE: Any = {
     "pdf.fonttype": 42,  # which journals take
 }
 WIDTH, HEIGHT, LINE, DPI = 4.2, 2.6, 0.16, 200  # of a panel and a line below in inches: legible on a phone
-BAND = "95 % interval over "
+BAND = "95% interval over "
 LABEL_WIDTH = 48  # characters of a label in a picture; longer ones are broken into lines
 
 
@@ -59,7 +59,7 @@ def pictures(comparison: Comparison) -> dict[str, bytes]:
 
 
 def _figure(comparison: Comparison, panels: Sequence[tuple[str, str, str]]) -> Figure:
-    """Return panels below each other, given as axis, metric and its label: each arm's mean over its runs, and its 95 %
+    """Return panels below each other, given as axis, metric and its label: each arm's mean over its runs, and its 95%
     interval as a band. Curves that are not averaged are dotted, the target accuracy is dashed."""
     from matplotlib.figure import Figure
 

@@ -15,7 +15,7 @@ from grpo_cli.runs.layout import PROFILE, SUMMARY
 from grpo_cli.support import terminal
 from grpo_cli.support.formatting import gib, is_a
 
-# Columns: what they show of a summary. An accuracy comes with its 95 % interval over problems.
+# Columns: what they show of a summary. An accuracy comes with its 95% interval over problems.
 _ACCURACIES = {"search": "search/accuracy", "greedy": "eval/accuracy", "sampled": "eval/pass@1"}
 _TOKENS = {"tokens": "search/tokens", "one after another": "search/sequential", "tokens of a reply": "eval/length_mean"}
 

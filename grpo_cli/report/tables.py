@@ -138,7 +138,7 @@ def footnotes(comparison: Comparison) -> list[str]:
     averaged = [run for arm in arms for run in arm.runs]
     notes = [
         f"Means over completed runs ({len(averaged)} of {len(averaged) + len(comparison.left_out)}), with Student's "
-        f"95 % interval over seeds where they differ; accuracy is the held-out {accuracy_label(comparison.metric)}."
+        f"95% interval over seeds where they differ; accuracy is the held-out {accuracy_label(comparison.metric)}."
     ]
     if any(comparison.bases):
         notes.append(f"Difference: final accuracy less that of {comparison.base}, mean over the seeds that both have.")

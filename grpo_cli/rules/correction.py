@@ -157,7 +157,7 @@ def mismatch_metrics(
     """Measure how far sampler and policy are apart, over all sampled tokens, and what the correction did about it.
 
     `mismatch/kl` is the k3 estimate of KL(sampler || policy), mean of xi - 1 - log xi: never negative. The quantiles
-    are the 0.1 % and 1 % ones of log xi. `rejected` is the share of answered sequences, and `masked_tokens` of sampled
+    are the 0.1% and 1% ones of log xi. `rejected` is the share of answered sequences, and `masked_tokens` of sampled
     tokens, that add nothing to the policy loss, whatever took them out. `weight_mean` is over tokens left in the mask.
     One transfer from the device for all of them. With no response token at all there is no mismatch.
     """

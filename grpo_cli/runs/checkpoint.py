@@ -11,8 +11,8 @@ from __future__ import annotations
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,13 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 from grpo_cli.runs.files import folder_written_atomically, must_be_writable, sha256, write_object
 from grpo_cli.runs.find import candidates, damage_of
 from grpo_cli.runs.layout import CHECKPOINTS, COMPLETE, TRAINER_STATE, UNFINISHED, step_folder, step_of
-from grpo_cli.support.errors import UserError
+from grpo_cli.support.errors import explained
 
 
 def save_checkpoint(
     root: Path, step: int, save_model: Callable[[Path], None], state: Mapping[str, Any], keep: int
 ) -> Path:
-    """Save step `step` below `root` and remove the oldest checkpoints beyond `keep` (at least this one stays).
+    """Save step `step` below `root`; remove later steps and the oldest beyond `keep` (at least this one stays).
 
     `save_model` writes the model's files into the folder it gets. `state` may hold only tensors and plain values, so
     that it can be read back without running code; TypeError otherwise. After any exception (UserError if the files
@@ -43,8 +43,9 @@ def save_checkpoint(
         listed = {name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for name, path in files.items()}
         write_object(new / COMPLETE, {"step": step, "files": listed})
     complete = [path for path in candidates(root) if path != folder and (path / COMPLETE).exists()]
+    later = [path for path in complete if (step_of(path.name) or 0) > step]  # the run was resumed from before these
     with must_be_writable(root):
-        for path in complete[max(keep, 1) - 1 :]:
+        for path in (*later, *complete[len(later) :][max(keep, 1) - 1 :]):
             doomed = path.with_name(f".{path.name}{UNFINISHED}")  # what a kill leaves of it is cleared
             os.replace(path, doomed)
             (doomed / COMPLETE).unlink()
@@ -84,16 +85,9 @@ def load_state(folder: Path) -> dict[str, Any]:
         return state
 
 
-@contextmanager
-def damaged(folder: Path) -> Iterator[None]:
+def damaged(folder: Path) -> AbstractContextManager[None]:
     """Turn any error of reading values from a checkpoint's state into a UserError."""
-    try:
-        yield
-    except UserError:  # a refusal of a rule
-        raise
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}".split("\n", 1)[0]
-        raise UserError(f"{folder / TRAINER_STATE} is damaged ({reason}); resume from an earlier checkpoint") from error
+    return explained(f"{folder / TRAINER_STATE} is damaged", "; resume from an earlier checkpoint")
 
 
 def rng_state() -> dict[str, Any]:

@@ -53,7 +53,7 @@ def digests(names: Iterable[Any]) -> dict[str, str]:
 
 
 def check_data(folder: Path, before: RunRecord, now: RunRecord) -> None:
-    """UserError if a file that the run began with holds other data now: prompts are known by their lines."""
+    """Raise UserError if a file that the run began with holds other data now: prompts are known by their lines."""
     then = before.about.get("data", {})
     for name, digest in now.about["data"].items():
         if then.get(name, digest) != digest:

@@ -13,7 +13,7 @@ from grpo_cli.support.terminal import to_stderr
 
 
 class UserError(Exception):
-    """Says what was asked, what was found and what to do. The command line prints only it and exits with 2.
+    """What is wrong with a request, where, and what to do: all that the command line prints before it exits with 2.
 
     `problems` are its single messages.
     """
@@ -24,13 +24,13 @@ class UserError(Exception):
 
 
 def closest(word: str, known: Iterable[str], show: Callable[[str], str] = str) -> str:
-    """`; did you mean x?` for the nearest known word, or nothing."""
+    """Return `; did you mean x?` for the nearest known word, or nothing."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f"; did you mean {show(near[0])}?" if near else ""
 
 
 def refuse(problems: Sequence[str]) -> None:
-    """Raises UserError with all of the problems, if there are any."""
+    """Raise UserError with all of the problems, if there are any."""
     if len(problems) == 1:
         raise UserError(problems[0])
     if problems:
@@ -40,14 +40,14 @@ def refuse(problems: Sequence[str]) -> None:
 
 @contextmanager
 def own_code(what: str, about: Callable[[], str] = str) -> Iterator[None]:
-    """Wraps a user's own code: whatever it raises, even an exit, becomes a UserError that names the line."""
+    """Wrap a user's own code: whatever it raises, even an exit, becomes a UserError that names the line."""
     try:
         with ends_children(), left_unchanged():
             yield
     except UserError:
         raise
     except KeyboardInterrupt as error:
-        if type(error) is KeyboardInterrupt:  # not a run that is told to stop: the code may never return
+        if type(error) is KeyboardInterrupt:  # not a run that a signal stops: the code may never return
             to_stderr(f"interrupted in {what}")
         raise
     except BaseException as error:
@@ -96,7 +96,7 @@ def text_of(error: BaseException) -> str:
 
 @contextmanager
 def gathered(problems: list[str]) -> Iterator[None]:
-    """Adds the messages of a UserError raised inside to `problems`, to refuse them all at once."""
+    """Add the messages of a UserError raised inside to `problems`, to refuse them all at once."""
     try:
         yield
     except UserError as error:

@@ -20,14 +20,14 @@ def installed(module: str) -> bool:
     return sys.modules.get(module) is not None or find_spec(module) is not None
 
 
-def absent(module: str, asked: str, instead: str = "") -> str:
-    """Return that `asked`, a setting, needs a module that is not installed; `instead` is another way out."""
+def absent(module: str, setting: str, instead: str = "") -> str:
+    """Return that `setting` needs a module that is not installed; `instead` is another way out."""
     name = module.removeprefix("hydra_plugins.").replace("_", "-")
     command = f"pip install 'grpo-cli[{EXTRAS[module]}]'"
-    return f"{asked} needs {name}, which is not installed: {command}{instead and f'; {instead}'}"
+    return f"{setting} needs {name}, which is not installed: {command}{instead and f'; {instead}'}"
 
 
-def require(module: str, asked: str, instead: str = "") -> None:
-    """UserError if a module of an extra is not installed."""
+def require(module: str, setting: str, instead: str = "") -> None:
+    """Raise UserError if a module of an extra is not installed."""
     if not installed(module):
-        raise UserError(absent(module, asked, instead))
+        raise UserError(absent(module, setting, instead))

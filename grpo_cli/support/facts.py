@@ -16,7 +16,7 @@ class Facts(TypedDict, total=False):
     evicts: bool  # a sparsity drops KV entries
     is_policy: bool  # an engine draws from the trainer's own policy (left to `engine.inner` where there is one)
     any_family: bool  # an engine takes causal models of any family, not only Llama-shaped ones
-    answers_in_place: bool  # an engine's `generate` takes `replies`, and continues with a row once its turn is answered
+    answers_in_place: bool  # an engine's `generate` takes `answers`, and continues with a row once its turn is answered
 
 
 Part = TypeVar("Part")

@@ -30,7 +30,7 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 def short(value: float | int) -> str:
-    """A compact number: 0.512, 38, 5.3k, 1.2M."""
+    """Return a compact number: 0.512, 38, 5.3k, 1.2M."""
     if not math.isfinite(value):
         return str(value)
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -40,7 +40,7 @@ def short(value: float | int) -> str:
 
 
 def duration(seconds: float | int) -> str:
-    """Seconds as 42 s, 4m07s, 3h05m, or, from 48 hours on, 2 days."""
+    """Return seconds as 42 s, 4m07s, 3h05m, or, from 48 hours on, 2 days."""
     whole = max(0, round(seconds))
     if whole < 60:
         return f"{whole} s"

@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 from functools import cache
 
-NORMAL_95 = 1.959963984540054  # two-sided 95 % quantile of the standard normal distribution
+NORMAL_95 = 1.959963984540054  # two-sided 95% quantile of the standard normal distribution
 
 
 @cache
 def student_95(freedom: int) -> float:
-    """Return the two-sided 95 % quantile of Student's t distribution of so many degrees of freedom, by bisection."""
+    """Return the two-sided 95% quantile of Student's t distribution of so many degrees of freedom, by bisection."""
     low, high = NORMAL_95, 12.71  # that of one degree, the largest, is 12.7062
     for _ in range(50):
         middle = (low + high) / 2
@@ -42,7 +42,7 @@ def pass_at_k(correct: int, n: int, k: int) -> float:
 
 
 def wilson_interval(successes: float | int, n: float | int) -> tuple[float, float]:
-    """Return the 95 % score interval of a share (Wilson 1927): inside [0, 1] and of sensible width even at 0 and at n.
+    """Return the 95% score interval of a share (Wilson 1927): inside [0, 1] and of sensible width even at 0 and at n.
 
     `n` may be an effective number of trials and need not be whole. Without trials nothing is known: (0, 1).
     """
@@ -57,7 +57,7 @@ def wilson_interval(successes: float | int, n: float | int) -> tuple[float, floa
 
 
 def mean_interval(values: Sequence[float], trials: int = 1) -> tuple[float, float]:
-    """Return the 95 % interval of the mean of values in [0, 1], such as a pass@k of each problem that is sampled.
+    """Return the 95% interval of the mean of values in [0, 1], such as a pass@k of each problem that is sampled.
 
     The Wilson interval with an effective number of trials: n p(1-p) / s^2 coin flips with the mean's probability have
     a mean as uncertain as this one. Values of 0 and 1 alone thus give `wilson_interval`, also when they are all 0 or

@@ -9,7 +9,6 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,13 +25,13 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 # Freed memory that a process may keep, of the machine's and of what the user has given it. What was returned to the
 # system is handed out again page by page, which takes up to a third of a step; what is kept serves the next phase, and
-# raised peaks by 0 to 5 % of a room that was nearly full.
+# raised peaks by 0 to 5% of a room that was nearly full.
 _KEPT, _KEPT_OF_ROOM = 1 / 32, 1 / 2
 _room: int | None = None  # that the user has given this process
 
 
 def is_little(nbytes: int) -> bool:
-    """Return whether it is little of the memory that this process may use: of the machine, its control groups, and what
+    """True if it is little of the memory that this process may use: of the machine, its control groups, and what
     the user has given it."""
     return nbytes <= _may_keep()
 
@@ -173,7 +172,7 @@ def give_back_cached(device: torch.device) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an allocation failed: on a GPU, on the host in PyTorch, or in Python.
+    """True if an allocation failed: on a GPU, on the host in PyTorch, or in Python.
 
     During the capture of a CUDA graph, PyTorch raises another error when the capture ends, with this one as context.
     """
@@ -186,10 +185,3 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 # In messages of the allocator, the driver and the runtime; of cuBLAS, cuDNN and cuSOLVER; of the host's allocator.
 _OUT_OF_MEMORY = "out of memory|MemoryAllocation|OUT_OF_MEMORY|ALLOC_FAILED|ALLOCATION_FAILED|DefaultCPUAllocator"
-
-
-def tensors_of(value: Any) -> list[Tensor]:
-    """Return all tensors in nested dataclasses."""
-    if is_dataclass(value):
-        return [tensor for part in vars(value).values() for tensor in tensors_of(part)]
-    return [value] if isinstance(value, Tensor) else []

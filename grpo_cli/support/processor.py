@@ -53,7 +53,7 @@ def flush_denormals() -> None:
 
 
 def fast_in_bfloat16(device: str) -> bool:
-    """Return whether `device` (auto, cpu or cuda) multiplies faster in bfloat16 than in float32: a GPU with native
+    """True if `device` (auto, cpu or cuda) multiplies faster in bfloat16 than in float32: a GPU with native
     support, an x86 processor with AMX or AVX512_BF16. Elsewhere, Arm included, it was not measured."""
     import torch  # here: help and completion do without it
 

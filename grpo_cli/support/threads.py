@@ -22,11 +22,11 @@ def computing_with(threads: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def threads_for(asked: int | str, model: Any, most: int) -> int | None:
+def threads_for(wanted: int | str, model: Any, most: int) -> int | None:
     """Return the number that was typed; for auto, at most `most` for a small model, whose operations take microseconds,
     which waking more threads slows down, else None, PyTorch's number."""
-    if isinstance(asked, int):
-        return asked
+    if isinstance(wanted, int):
+        return wanted
     weights = list(model.parameters())
     is_small = weights[0].device.type == "cpu" and sum(weight.numel() for weight in weights) < SMALL
     return min(most, torch.get_num_threads()) if is_small else None

@@ -147,7 +147,7 @@ def _is_word(letters: str) -> bool:
 
 
 def compare_written(reference: str, answer: str) -> bool | tuple[str, str]:
-    """Return whether two answers are equal where their writing tells; else the expressions to compare by algebra.
+    """True if two answers are equal where their writing tells; else the expressions to compare by algebra.
 
     They are equal by writing as quantities (a unit may be left out, cents are hundredths of dollars) and as texts, and
     different as quantities, by their units, by their words, and by digits that only look alike.

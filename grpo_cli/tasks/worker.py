@@ -109,7 +109,7 @@ _parsed_reference = lru_cache(maxsize=16)(_parsed)  # the replies to one questio
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Return whether two expressions have equal values, at some point where they have variables."""
+    """True if two expressions have equal values, at some point where they have variables."""
     from sympy import And, Eq, Interval, MatrixBase, Or, Set, Tuple
     from sympy.core.relational import Relational
     from sympy.logic.boolalg import BooleanAtom

@@ -210,7 +210,7 @@ def _accuracy(seen: Mapping[str, float]) -> str:
 
 
 def certainty(seen: Mapping[str, float]) -> str:
-    """Return the 95 % interval of an accuracy, and the number of problems solved."""
+    """Return the 95% interval of an accuracy, and the number of problems solved."""
     found, low, high, count = (seen[f"eval/{it}"] for it in "accuracy accuracy_low accuracy_high problems".split())
     return f"{low:.3f} to {high:.3f}, {found * count:.0f} of {count:.0f}"
 

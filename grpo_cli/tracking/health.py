@@ -13,7 +13,7 @@ NEARLY_ALL = 0.75  # truncated: equal rewards are a consequence
 ZERO_STD_SHARE = 0.9
 RATIO_RANGE = (0.9, 1.1)
 EQUAL_STEPS = 5
-FEWEST_HELD_OUT = 20  # with 20, the 95 % interval of an accuracy is up to 0.4 wide
+FEWEST_HELD_OUT = 20  # with 20, the 95% interval of an accuracy is up to 0.4 wide
 LEAST_ESS = 0.1
 
 

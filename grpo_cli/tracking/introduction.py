@@ -54,7 +54,7 @@ def doubts_of_shape(settings: RunSettings, config: Any, presets: Mapping[str, Ma
 def doubts_of_prompts(
     task: Task, tokenizer: Any, eos: Sequence[int], run: RunSettings | EvalRunSettings
 ) -> Iterator[str]:
-    """Yield what is odd about the beginnings and ends of replies, and about prompts that tell the time."""
+    """Yield what is odd about the beginnings and ends of replies, and about prompts that contain the date."""
     first = [prompt.token_ids[-1] for prompt in task.prompts("eval")[:1]]
     if set(first) & set(eos):
         yield f"prompts end with {tokenizer.decode(first)}, which ends a completion: correct the chat template"

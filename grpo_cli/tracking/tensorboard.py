@@ -9,7 +9,8 @@ from typing import Any
 from grpo_cli.runs.files import json_line, must_be_writable
 from grpo_cli.runs.layout import TENSORBOARD
 from grpo_cli.support.extras import require
-from grpo_cli.tracking.jsonl import Say, to_stderr
+from grpo_cli.support.terminal import to_stderr
+from grpo_cli.tracking.jsonl import Say
 from grpo_cli.tracking.redact import without_secrets
 from grpo_cli.types import Record
 

@@ -11,6 +11,7 @@ from grpo_cli.engine.kv_cache import BLOCK
 from grpo_cli.engine.scheduling import Scheduler
 from grpo_cli.engine.sequence import Sequence
 
+TRIES = 8  # sequences that find no room before the rest is left for the next step: each takes tens of microseconds
 # Takes the memory that a sequence needs beside those that run; returns False, and takes none, if there is too little.
 TryTakeRoom = Callable[[Sequence, Seq[Sequence]], bool]
 
@@ -39,7 +40,7 @@ class Admission:
     def admit(self, running: Seq[Sequence], try_take_room: TryTakeRoom = lambda *_: True) -> list[Sequence]:
         """Return the sequences that begin, or continue, now."""
         beside, put_off, may_begin = [*running], list[Sequence](), self._refills or not running
-        while len(beside) < self._slots and (self._chosen or may_begin and self._waiting):
+        while len(beside) < self._slots and len(put_off) < TRIES and (self._chosen or may_begin and self._waiting):
             if not self._chosen:
                 self._chosen.append(self._scheduler.next(beside))
                 self._waiting.remove(self._chosen[0])  # a scheduler returns waiting sequences, once each

@@ -26,7 +26,7 @@ def round_up(count: int, multiple: int) -> int:
 
 
 def blocks_for(tokens: int) -> int:
-    """Return the number of blocks that hold so many tokens.
+    """Return the number of blocks that hold `tokens` tokens.
 
     >>> blocks_for(8), blocks_for(9)
     (1, 2)

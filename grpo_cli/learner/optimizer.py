@@ -103,8 +103,8 @@ def _check_moments(optimizer: Any, state: Mapping[int, Mapping[str, Any]]) -> No
             raise ValueError("the optimizer's step is no number")
 
 
-# Of bitsandbytes: tensors of fewer numbers keep float32 state, and so many numbers share a scale (2048 in older
-# releases, which makes no more than 2% of a difference).
+# Of bitsandbytes: smaller tensors keep float32 state, and a block of numbers shares a scale (2048 in older releases,
+# which makes no more than 2% of a difference).
 _SMALL, _BLOCK = 4096, 256
 
 

@@ -29,7 +29,7 @@ from grpo_cli.support.memory import free_bytes, resident_bytes, total_bytes
 _FEWER_LOGITS, _RECOMPUTED, _OFFLOADED = {CHUNK: 128}, {RECOMPUTE: "full"}, {RECOMPUTE: "full", OFFLOAD: True}
 _WAYS: tuple[Values, ...] = tuple(way | few for way in ({}, _RECOMPUTED, _OFFLOADED) for few in ({}, _FEWER_LOGITS))
 SHARE = 0.9  # of free memory: plans are meant to be within a tenth of what a run takes
-# A plan may take this share of the limit, and on a CPU leaves at least so many bytes, by which equal runs differ.
+# A plan may take this share of the limit, and on a CPU leaves at least these bytes, by which equal runs differ.
 MARGIN, CPU_RESERVE = 0.95, 32 * 2**20
 FEW_TOKENS = 1024  # a pass of fewer is slower than recomputing in a larger one
 _COSTS = {

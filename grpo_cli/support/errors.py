@@ -13,7 +13,7 @@ from grpo_cli.support.terminal import to_stderr
 
 
 class UserError(Exception):
-    """What is wrong with a request, where, and what to do: all that the command line prints before it exits with 2.
+    """An error of the user's: what is wrong, where, and what to do. The command line prints only this and exits with 2.
 
     `problems` are its single messages.
     """

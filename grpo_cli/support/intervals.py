@@ -11,7 +11,7 @@ NORMAL_95 = 1.959963984540054  # two-sided 95% quantile of the standard normal d
 
 @cache
 def student_95(freedom: int) -> float:
-    """Return the two-sided 95% quantile of Student's t distribution of so many degrees of freedom, by bisection."""
+    """Return the two-sided 95% quantile of Student's t distribution with `freedom` degrees of freedom."""
     low, high = NORMAL_95, 12.71  # that of one degree, the largest, is 12.7062
     for _ in range(50):
         middle = (low + high) / 2

@@ -213,7 +213,7 @@ class Prompting:
 
     def _around(self, turn: str, role: str, count: int) -> tuple[str, str, str]:
         """Return the template's text before a turn when it is sampled; the same with the turn, once it has been
-        answered by so many messages; and what comes after it."""
+        answered by `count` messages; and what comes after it."""
         asked = [_message("user", "?"), _message("assistant", turn)]
         text = self.rendered([*asked, *(_message(role, _SAID.format(i)) for i in range(count))])
         end = text.find(_SAID.format(0))

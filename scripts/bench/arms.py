@@ -106,7 +106,7 @@ class Work:
         return self.eos == (NEVER,)
 
     def cut(self, tokens: int) -> list[Request]:
-        """The same requests with at most so many new tokens."""
+        """Return the same requests with at most `tokens` new tokens."""
         return [with_limit(r, min(r.sampling.max_new_tokens, tokens)) for r in self.requests]
 
 

@@ -8,24 +8,26 @@
 
 #include <stdlib.h>
 
-#define MOST_VECTORS 16 /* of a head: 256 numbers */
-#define CHUNK 256       /* keys whose scores are kept */
-#define PAGE 8          /* keys of a page, an even number: BLOCK of engine/kv_cache.py */
-#define MUCH (1 << 16)  /* numbers that are worth waking other threads for */
+#define MOST_VECTORS (256 / LANES) /* of a head */
+#define SUMS (LANES > 8 ? 16 : 12) /* vectors that registers hold, beside others */
+#define CHUNK 256                  /* keys whose scores are kept */
+#define PAGE 8                     /* keys of a page, an even number: BLOCK of engine/kv_cache.py */
+#define MUCH (1 << 16)             /* numbers that are worth waking other threads for */
 
 /* Lane i of the result is the sum of vector i. Vectors are joined in pairs, each time with half as many lanes of each. */
 INLINE Vec sums(Vec x[LANES]) {
-    for (int i = 0; i < 8; i++)
-        x[i] = PAIR(x[i], x[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23)
-             + PAIR(x[i], x[i + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    enum { B = LANES }; /* the second one's first lane */
+    for (int i = 0; LANES > 8 && i < 8; i++)
+        x[i] = PAIR(x[i], x[i + LANES / 2], 0, 1, 2, 3, 4, 5, 6, 7, B, B + 1, B + 2, B + 3, B + 4, B + 5, B + 6, B + 7)
+             + PAIR(x[i], x[i + LANES / 2], 8, 9, 10, 11, 12, 13, 14, 15, B + 8, B + 9, B + 10, B + 11, B + 12, B + 13, B + 14, B + 15);
     for (int i = 0; i < 4; i++)
-        x[i] = PAIR(x[i], x[i + 4], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27)
-             + PAIR(x[i], x[i + 4], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+        x[i] = PAIR(x[i], x[i + 4], 0, 1, 2, 3, B, B + 1, B + 2, B + 3, 8, 9, 10, 11, B + 8, B + 9, B + 10, B + 11)
+             + PAIR(x[i], x[i + 4], 4, 5, 6, 7, B + 4, B + 5, B + 6, B + 7, 12, 13, 14, 15, B + 12, B + 13, B + 14, B + 15);
     for (int i = 0; i < 2; i++)
-        x[i] = PAIR(x[i], x[i + 2], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29)
-             + PAIR(x[i], x[i + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-    return PAIR(x[0], x[1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30)
-         + PAIR(x[0], x[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+        x[i] = PAIR(x[i], x[i + 2], 0, 1, B, B + 1, 4, 5, B + 4, B + 5, 8, 9, B + 8, B + 9, 12, 13, B + 12, B + 13)
+             + PAIR(x[i], x[i + 2], 2, 3, B + 2, B + 3, 6, 7, B + 6, B + 7, 10, 11, B + 10, B + 11, 14, 15, B + 14, B + 15);
+    return PAIR(x[0], x[1], 0, B, 2, B + 2, 4, B + 4, 6, B + 6, 8, B + 8, 10, B + 10, 12, B + 12, 14, B + 14)
+         + PAIR(x[0], x[1], 1, B + 1, 3, B + 3, 5, B + 5, 7, B + 7, 9, B + 9, 11, B + 11, 13, B + 13, 15, B + 15);
 }
 
 /* What the layers of a step have in common: engine/attention.py lays it out. Of prompts and of a row's own keys: the pages
@@ -126,8 +128,8 @@ INLINE void attend_some(
     float *scores, float *received, int group, int dim, float scale, int half
 ) {
     const int vectors = (dim + LANES - 1) / LANES, bytes = dim * (half ? 2 : 4);
-    /* So many of a value's vectors at a time that their sums stay in registers. */
-    const int most = group * vectors > 16 ? 4 : vectors;
+    /* As many of a value's vectors at a time, an even number, as leave their sums in registers. */
+    const int most = group * vectors > SUMS ? SUMS / group / 2 * 2 : vectors;
     Queries queries;
     Vec total[4], into[4][MOST_VECTORS];
     float top[4], weights[4][CHUNK] __attribute__((aligned(64)));
@@ -164,8 +166,7 @@ INLINE void attend_some(
                     for (int g = 0; g < group; g++) parts[g][j] = (Vec){};
 #pragma GCC unroll 4
                 for (int g = 0; g < group; g++) {
-                    const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-                    const Vec score = choose(lane < some, sums(parts[g]) * scale, all(-INFINITY));
+                    const Vec score = choose(LANE < some, sums(parts[g]) * scale, all(-INFINITY));
                     *(Vec *)(weights[g] + from) = score;
                     if (received) memcpy(scores + g * columns + ahead + first + from, &score, sizeof score);
                     best[g] = choose(score > best[g], score, best[g]);
@@ -204,11 +205,13 @@ INLINE void attend_some(
     }
     for (int g = 0; g < group; g++) {
         const float whole = sum(total[g]);
+#ifdef __AVX512BF16__
         for (int i = 0; IN_PAIRS(half, dim) && i < vectors; i += 2) {
             const Vec low = into[g][i], high = into[g][i + 1];
             into[g][i] = PAIR(low, high, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
             into[g][i + 1] = PAIR(low, high, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
         }
+#endif
         for (int i = 0; i < vectors; i++)
             store(out, g * dim + i * LANES, into[g][i] / whole, half, dim - i * LANES);
         for (int s = 0; received && s < 2; s++)
@@ -337,9 +340,8 @@ INLINE float number(const void *from, size_t at, int half) {
 
 /* What tokens `i` to `end`, at most LANES, weigh in the draw: 1 for the most probable one. */
 INLINE Vec weight_of(const void *logits, size_t first, int64_t i, int64_t end, int half, float top, float cold) {
-    const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     Vec weight = exponential((load(logits, first + i, half, end - i) - top) / cold);
-    return end - i < LANES ? choose(lane < (int32_t)(end - i), weight, (Vec){}) : weight;
+    return end - i < LANES ? choose(LANE < (int32_t)(end - i), weight, (Vec){}) : weight;
 }
 
 /* Draw the token in whose part of the unit interval each row's `uniform` lies, as sampling.py's `inverse` does: first the
@@ -356,9 +358,8 @@ void draw(
         const float cold = temperature[row] > 0 ? temperature[row] : 1;
         Vec most = all(-INFINITY);
         for (int64_t i = 0; i < vocabulary; i += LANES) {
-            const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
             Vec x = load(logits, first + i, half, vocabulary - i);
-            most = choose((x > most) & (lane < (int32_t)(vocabulary - i)), x, most);
+            most = choose((x > most) & (LANE < (int32_t)(vocabulary - i)), x, most);
         }
         const float top = largest(most);
         double sums[blocks], weights[BLOCK], total = 0;

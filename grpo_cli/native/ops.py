@@ -21,7 +21,7 @@ from grpo_cli.native.library import library
 
 PRECISIONS = (torch.float32, torch.bfloat16)
 MOST_DIM = 256  # numbers of a head, as in decode.c
-_LANES, _ROWS = 16, 32  # as in vectors.h and tree.c
+_LANES, _ROWS = 16, 32  # the most of vectors.h, and as in tree.c
 _CLOSE = 1e-5  # of the largest number: what is lost by computing in another order
 Trees = Sequence[Sequence[int]]
 

@@ -13,6 +13,7 @@
 #endif
 
 #define ROWS 32
+#define MOST (LANES > 8 ? 4 : 2) /* vectors whose sums, for four rows, stay in registers */
 
 typedef float *Floats;
 typedef const float *Given;
@@ -52,11 +53,11 @@ static void product(
     int64_t rows, int64_t width, int64_t depth, Given a, int64_t a_row, int64_t a_next, Given b, int64_t b_row, Floats c,
     int64_t c_row, int add
 ) {
-    for (int64_t i = 0; i < width; i += 4 * LANES)
+    for (int64_t i = 0; i < width; i += MOST * LANES)
         for (int64_t r = 0; r < rows; r += 4) {
             const float *x = a + r * a_row;
             float *y = c + r * c_row + i;
-            switch ((width - i) / LANES) {
+            switch ((width - i) / LANES < MOST ? (width - i) / LANES : MOST) {
             case 1: four(1, depth, x, a_row, a_next, b + i, b_row, y, c_row, add); break;
             case 2: four(2, depth, x, a_row, a_next, b + i, b_row, y, c_row, add); break;
             case 3: four(3, depth, x, a_row, a_next, b + i, b_row, y, c_row, add); break;
@@ -80,7 +81,7 @@ typedef struct {
 INLINE void unpack(Floats to, const Run *of, const void *from, int64_t first, int64_t step, int64_t count) {
     for (int64_t r = 0; r < count; r++)
         for (int64_t i = 0; i < of->width; i += LANES)
-            *(Vec *)(to + r * of->width + i) = load(from, first + r * step + i, of->half, of->dim - i);
+            *(Vec *)(to + r * of->width + i) = load(from, first + r * step + i, of->half, i < of->dim ? of->dim - i : 0);
 }
 
 INLINE void pack(void *to, const Run *of, int64_t first, int64_t step, Given from, int64_t count) {
@@ -111,8 +112,6 @@ INLINE void unpack_block(Floats to, const Run *of, const void *from, const Block
     memset(to + block->count * of->width, 0, 4 * (block->rows - block->count) * of->width);
     unpack(to, of, from, block->at, of->heads * of->group * of->dim, block->count);
 }
-
-static const Ints LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 /* Scores of keys up to `last` to what they weigh, which is 1 together. Returns the log of the sum of exponentials. */
 INLINE float softmax(Floats row, int64_t wide, int32_t last, float scale) {

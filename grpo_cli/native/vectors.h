@@ -1,35 +1,46 @@
-/* Vectors of 16 floats for what is compiled on the machine that it runs on (library.py), by GCC's or Clang's extensions.
-   Numbers in memory are float32, or bfloat16 where `half` says so. */
+/* Vectors of 16 floats, of 8 without AVX-512, for what is compiled on the machine that it runs on (library.py), by GCC's or
+   Clang's extensions. Numbers in memory are float32, or bfloat16 where `half` says so. */
 
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+/* FIRST: of 16 numbers, one for each lane. GCC takes vectors wider than the processor's apart, in memory. */
 #ifdef __AVX512F__
 #include <immintrin.h>
+#define LANES 16
+#define FIRST(...) __VA_ARGS__
+#else
+#define LANES 8
+#define FIRST(...) FIRST_8(__VA_ARGS__)
+#define FIRST_8(a, b, c, d, e, f, g, h, ...) a, b, c, d, e, f, g, h
 #endif
 
-#define LANES 16
 #define INLINE static inline __attribute__((always_inline))
 
-typedef float Vec __attribute__((vector_size(64), aligned(4), may_alias));
-typedef int32_t Ints __attribute__((vector_size(64), aligned(4), may_alias));
-typedef uint32_t Words __attribute__((vector_size(64), aligned(4), may_alias));
-typedef uint16_t Halves __attribute__((vector_size(32), aligned(2), may_alias));
+typedef float Vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint32_t Words __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+
+static const Ints LANE = {FIRST(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)};
 
 INLINE Vec all(float x) { return x - (Vec){}; }
 
 INLINE Vec choose(Ints where, Vec yes, Vec no) { return (Vec)((where & (Ints)yes) | (~where & (Ints)no)); }
 
-/* `count` numbers, and zeros after them. */
+/* `count` numbers, and zeros after them. Whole vectors are not copied by memcpy, which GCC splits: to read one that was written
+   in two parts takes several times as long. */
 INLINE Vec load(const void *from, size_t at, int half, int64_t count) {
     Vec x = {};
     Halves h = {};
     const void *source = (const char *)from + at * (half ? 2 : 4);
-    if (count >= LANES)
-        half ? memcpy(&h, source, sizeof h) : memcpy(&x, source, sizeof x);
-    else
+    if (count < LANES)
         half ? memcpy(&h, source, 2 * count) : memcpy(&x, source, 4 * count);
+    else if (half)
+        h = *(const Halves *)source;
+    else
+        x = *(const Vec *)source;
 #ifdef __AVX512F__ /* one instruction in place of five */
     if (half) return (Vec)((Words)_mm512_cvtepu16_epi32((__m256i)h) << 16);
 #endif
@@ -53,10 +64,12 @@ INLINE void store(void *to, size_t at, Vec x, int half, int64_t count) {
     Halves h = __builtin_convertvector((Words)rounded(x) >> 16, Halves);
 #endif
     void *target = (char *)to + at * (half ? 2 : 4);
-    if (count >= LANES)
-        half ? memcpy(target, &h, sizeof h) : memcpy(target, &x, sizeof x);
-    else
+    if (count < LANES)
         half ? memcpy(target, &h, 2 * count) : memcpy(target, &x, 4 * count);
+    else if (half)
+        *(Halves *)target = h;
+    else
+        *(Vec *)target = x;
 }
 
 /* e^x for x <= 88, to within 2 units in the last place; 0 from -87 on down, NaN stays. Cody and Waite's reduction, and a
@@ -78,16 +91,16 @@ INLINE Vec exponential(Vec x) {
 
 /* The given lanes of two vectors. GCC has the other function since version 12 only. */
 #ifdef __clang__
-#define PAIR(a, b, ...) (__builtin_shufflevector(a, b, __VA_ARGS__))
+#define PAIR(a, b, ...) (__builtin_shufflevector(a, b, FIRST(__VA_ARGS__)))
 #else
-#define PAIR(a, b, ...) (__builtin_shuffle(a, b, (Ints){__VA_ARGS__}))
+#define PAIR(a, b, ...) (__builtin_shuffle(a, b, (Ints){FIRST(__VA_ARGS__)}))
 #endif
 INLINE Vec greater(Vec a, Vec b) { return choose(a > b, a, b); }
 
 /* `join` of all lanes, halving their number each time. */
 #define OVER_LANES(name, join) \
     INLINE float name(Vec x) { \
-        x = join(x, PAIR(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7)); \
+        if (LANES > 8) x = join(x, PAIR(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7)); \
         x = join(x, PAIR(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11)); \
         x = join(x, PAIR(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13)); \
         x = join(x, PAIR(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14)); \

@@ -62,9 +62,12 @@ class Lesson:
     trl_every: int
 
 
-SUMS = (  # reasoning-gym's easiest, behind two worked ones
+ASK = "State the final answer to the following arithmetic problem:"
+SUMS = (  # reasoning-gym's easiest, behind two worked ones that are none of them
     "task.config={min_terms:2,max_terms:2,min_digits:1,max_digits:1}",
-    "task.few_shot=2",
+    "task.system_prompt=null",
+    "task.use_chat_template=false",
+    f"task.template='{ASK} 11 + 2 =\n13\n\n{ASK} 14 - 3 =\n11\n\n{{question}}\n'",
     "task.train_problems=4000",
     "sampling.max_new_tokens=16",
 )

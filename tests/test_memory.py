@@ -31,6 +31,7 @@ from grpo_cli.memory.shapes import ShapeModel
 from grpo_cli.model.anatomy import backbone
 from grpo_cli.model.checkpointing import keep_little, last_states
 from grpo_cli.model.load import load_model
+from grpo_cli.report.side_by_side import show_profiles
 from grpo_cli.runs.files import read_object
 from grpo_cli.settings import GpuWord
 from grpo_cli.support import memory
@@ -277,9 +278,8 @@ def profile(*words: str, out: str = "out") -> tuple[dict[str, Any], str]:
     return read_object(Path(out, "profile.json")), shown
 
 
-def test_a_profile_measures_every_phase_and_predicts_what_training_takes():
-    words = ["profile.steps=1", "profile.warmup=0", "loss.kl_coef=0.1", "profile.lengths=full"]
-    found, _ = profile(*words)
+def test_a_profile_measures_every_phase_and_predicts_what_training_takes(capsys):
+    found, _ = profile("profile.steps=1", "profile.warmup=0", "loss.kl_coef=0.1", "profile.lengths=full")
     phases, predicted = found["measured"]["phases"], found["predicted"]["phases"]
     wanted = {"prefill", "decode", "reward", "ref_logprobs", "forward", "backward", "optimizer", "rest", "step", "eval"}
     assert set(phases) == wanted and set(predicted) == wanted - {"reward", "rest", "step"}
@@ -290,6 +290,8 @@ def test_a_profile_measures_every_phase_and_predicts_what_training_takes():
     assert phases["decode"]["tokens"] == 4 * 8
     assert predicted["decode"]["held_by"]["kv"] == engine["engine/kv_peak_bytes"]
     assert all(phases[name]["peak_bytes"] for name in predicted) and found["measured"]["peak"]["phase"] in phases
+    show_profiles([("job", Path("out"))])
+    assert f"100% {engine['engine/kv_peak_bytes'] / 2**20:.1f} MiB " in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_plan_reads_no_weights_and_no_problems_of_the_hub_and_runs_nothing(monkeypatch):

@@ -50,11 +50,11 @@ def show_profiles(profiles: Sequence[tuple[str, Path]]) -> None:
     rows = []
     for name, folder in profiles:
         found = read_object(folder / PROFILE)
-        peak, seconds, speed, busy = (found["measured"] or found["predicted"])["peak"], NOTHING, NOTHING, NOTHING
-        if (measured := found["measured"]) is not None:
-            seconds = f"{measured['phases']['step']['seconds_median']:.2f}"
-            speed = f"{measured['phases']['decode']['tokens_per_second']:,.0f}"
-            busy = f"{measured['engine']['engine/slot_utilisation']:.0%}"
-        rows.append((name, seconds, speed, busy, gib(peak["bytes"]), peak["phase"]))
-    columns = ("job", "s/step", "tokens/s", "slots busy", "peak", "peak in")
-    print_table(terminal.console(), Table(columns, tuple(rows), frozenset(columns[1:5])))
+        measured, peak, figures = found["measured"], (found["measured"] or found["predicted"])["peak"], [NOTHING] * 4
+        if measured is not None:
+            phases, engine = measured["phases"], measured["engine"]
+            figures = [f"{phases['step']['seconds_median']:.2f}", f"{phases['decode']['tokens_per_second']:,.0f}"]
+            figures += [f"{engine['engine/slot_utilisation']:.0%}", gib(engine["engine/kv_peak_bytes"])]
+        rows.append((name, *figures, gib(peak["bytes"]), peak["phase"]))
+    columns = ("job", "s/step", "tokens/s", "slots busy", "KV cache", "peak", "peak in")
+    print_table(terminal.console(), Table(columns, tuple(rows), frozenset(columns[1:6])))

@@ -124,7 +124,7 @@ METRICS: Mapping[str, str] = {
     "search/accuracy_high": "Upper end of the 95% interval of search/accuracy.",
     "search/tokens": "Tokens that the search sampled for a problem, in all its replies, mean: compare at equal ones.",
     "search/sequential": "Those of them that had to be sampled one after the other, mean over problems.",
-    "eval/length_mean": "Mean number of tokens of the answers generated in evaluation.",
+    "eval/length_mean": "Mean number of tokens of evaluation's greedy answers.",
 }
 
 

@@ -40,7 +40,7 @@ class Trainer:
         self._learner = self._step.learner
         self._progress = Progress()
         self._saver = Saver(settings.train.checkpoint == "lazy", parts.meter.span)
-        self._learner.before_change = self._before_change
+        self._learner.before_change, self._learner.before_parking = self._before_change, self._saver.wait_until_copied
         self._health = HealthCheck()
         self._files = [tracker for tracker in parts.trackers if isinstance(tracker, Stateful)]
         self._stop = Stop(parts.say)

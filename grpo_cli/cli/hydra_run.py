@@ -41,7 +41,7 @@ def hand_over(
         if own is not None:
             if not own.is_dir():
                 raise UserError(f"--config-dir={own} is not a folder: name the one that holds your choices")
-            words = [f"hydra.searchpath=[file://{own.absolute()}]", *words]
+            words = [f"hydra.searchpath=[{quoted(f'file://{own.absolute()}')}]", *words]
         refuse([*unusable(words, is_sweep)])
         if is_sweep and not only_print:
             _sweep(command, words)

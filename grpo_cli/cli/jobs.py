@@ -47,6 +47,7 @@ def fitted(command: Command, settings: RunSettings) -> RunSettings:
         return settings
     chosen = fit.choose(prepare(settings), {key_of(word) for word in command.typed}, to_stderr)
     for key, _, text in (word.partition("=") for word in chosen):
+        command.choices.update({} if "." in key else {key: text})
         OmegaConf.update(command.cfg, key, yaml.safe_load(text) if "." in key else shipped(key, text), merge=False)
     found: RunSettings = settings_from(command)
     return found

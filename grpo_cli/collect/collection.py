@@ -184,7 +184,7 @@ class StepCollection:
     def differs(self, group: ScoredGroup) -> bool:
         left_out = Finish.LENGTH if self.truncated == "leave_out" else None
         pairs = zip(group.rollouts, group.rewards, strict=True)
-        return len({reward.answer for rollout, reward in pairs if rollout.finish is not left_out}) > 1
+        return len({reward.answer for rollout, reward in pairs if reward.judged and rollout.finish is not left_out}) > 1
 
     def note(self, figure: str, value: int | float) -> None:
         """Record a number for `metrics`."""

@@ -132,7 +132,8 @@ def _in_rounds(
             nonlocal stopped
             assert enough is not None, "else this is not called"
             ask(episode)
-            stopped = reply_to(episode) is None and enough(episode)
+            reply, limit = reply_to(episode), episode.request.sampling.max_new_tokens
+            stopped = (reply is None or len(episode) + len(reply) >= limit) and enough(episode)
             return stopped
 
         requests = [_one_turn_of(_ending(remaining_request(one), task)) for one in left]

@@ -28,9 +28,9 @@ def to_plain(group: Group | ScoredGroup) -> dict[str, Any]:
     }
 
 
-def _earned(reward: Reward) -> tuple[float, dict[str, float], str, dict[str, float]]:
+def _earned(reward: Reward) -> tuple[float, dict[str, float], str, dict[str, float], bool]:
     parts, weights = ({name: float(one) for name, one in of.items()} for of in (reward.parts, reward.weights))
-    return float(reward.total), parts, reward.answer_part, weights
+    return float(reward.total), parts, reward.answer_part, weights, reward.judged
 
 
 def _fate(rollout: Rollout) -> dict[str, Any]:

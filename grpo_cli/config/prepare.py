@@ -93,6 +93,8 @@ def conflicts(settings: RunSettings | EvalRunSettings, parts: Factories) -> Iter
     model, turns = settings.model, settings.parts["task"].get("turns") or 1
     if model.quantize != "none" and not model.adapted:
         yield f"model.quantize={model.quantize} freezes all weights: give adapters to train, such as model.lora.rank=64"
+    if model.quantize != "none" and model.random_init:
+        yield f"model.quantize={model.quantize} is for weights that are read: use model.random_init=false"
     if (model.lora.dora or model.lora.rslora) and not model.adapted:
         yield "model.lora.dora and model.lora.rslora need adapters: give model.lora.rank=16 or more"
     if model.offload_activations and model.gradient_checkpointing != "full":

@@ -32,7 +32,7 @@ class Command:
     name: str
     cfg: DictConfig
     typed: tuple[str, ...]
-    choices: Mapping[str, str]
+    choices: dict[str, str]
 
 
 @dataclass(frozen=True)

@@ -237,7 +237,7 @@ def connect(address: str | None, cpus: int) -> set[psutil.Process]:
 def place() -> dict[str, Any]:
     """Return where this process runs, and its software."""
     package, source = Path(grpo_cli.__file__).parent, hashlib.sha256()
-    for file in sorted([*package.rglob("*.py"), *package.rglob("*.c")]):
+    for file in sorted([*package.rglob("*.py"), *package.rglob("*.[ch]")]):
         source.update(file.relative_to(package).as_posix().encode() + file.read_bytes())
     ours = f"Python {platform.python_version()}, torch {torch.__version__}, grpo-cli {source.hexdigest()[:9]}"
     return {"host": socket.gethostname(), "pid": os.getpid(), "software": ours}

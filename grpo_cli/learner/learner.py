@@ -76,12 +76,13 @@ class Learner:
         self.threads = threads_for(train.threads, model, most=2)
         self.updates = 0
         self.before_change: Callable[[], None] = lambda: None  # called before weights or optimizer state change
+        self.before_parking: Callable[[], None] = lambda: None  # called before optimizer state moves
         self._optimizer = make_optimizer(self._parameters, optim)
 
     def park(self) -> None:
         """Move the optimizer's state to the host until the next update, if `optim.park` is set."""
         if self._optim.park:
-            self.before_change()
+            self.before_parking()
             move_state(self._optimizer, to_host=True)
 
     def autocast(self) -> AbstractContextManager[Any]:

@@ -96,6 +96,9 @@ def _check_moments(optimizer: Any, state: Mapping[int, Mapping[str, Any]]) -> No
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     names = ["state1", "state2"] if type(optimizer).__name__ == "AdamW8bit" else ["exp_avg", "exp_avg_sq"]
     for number, averages in state.items():
+        averages = averages | averages.get("__bnb_optimizer_quant_state__", {})  # where newer bitsandbytes has them
+        if not averages.keys() >= {*names}:
+            raise UserError("the checkpoint's optimizer is another one: leave optim.name as the run had it")
         for name in names:
             if averages[name].shape != weights[number].shape:
                 raise ValueError(f"the optimizer's {name} has shape {tuple(averages[name].shape)}")

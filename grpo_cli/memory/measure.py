@@ -14,7 +14,7 @@ import torch
 from grpo_cli import experiment
 from grpo_cli.config.prepare import Prepared
 from grpo_cli.evaluate import evaluate_with
-from grpo_cli.interfaces import Advantage
+from grpo_cli.interfaces import Advantage, SetUp
 from grpo_cli.memory.plan import UPDATE
 from grpo_cli.settings import ProfileRunSettings
 from grpo_cli.step import Step
@@ -66,7 +66,9 @@ def measure(
     ends = {"eos_token_ids": (NEVER,)} if wanted.lengths == "full" else {}
     runtime = experiment.set_up(run, settings.model, span=meter.span, warn=warn, **ends)
     rules = replace(run.rules, advantage=partial(_never_all_equal, run.rules.advantage))
-    parts = experiment.parts_of(replace(run, rules=rules), runtime, (), meter, say, warn)
+    if isinstance(run.rules.advantage, SetUp):
+        run.rules.advantage.setup(runtime)
+    parts = replace(experiment.parts_of(replace(run, rules=rules), runtime, (), meter, say, warn), warmup=None)
     step, progress, seconds = Step(settings, parts), Progress(), defaultdict[str, list[float]](list)
     for number in range(-wanted.warmup, wanted.steps):
         if number == 0:

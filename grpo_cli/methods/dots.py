@@ -21,7 +21,7 @@ from grpo_cli.types import Prompt, ScoredGroup
 
 
 class TargetRate:
-    """CandidateOrder drawn without replacement, each with a weight of exp(-|rate - target| / temperature) (DOTS, arXiv
+    """Candidates drawn without replacement, each with a weight of exp(-|rate - target| / temperature) (DOTS, arXiv
     2506.05316). A problem's rate is the decayed mean of its own visits: a model that predicts it is left out."""
 
     def __init__(

@@ -64,7 +64,7 @@ class Sweep:
         counts = self.counts()
         text = f"{len(self.states)} jobs: {', '.join(f'{count} {state}' for state, count in sorted(counts.items()))}"
         if counts["failed"] or counts["waiting"]:
-            own = [f"--config-dir={word.partition('file://')[2][:-1]}" for word in self.of_hydra if "file://" in word]
+            own = [f"--config-dir={word.partition('file://')[2][:-2]}" for word in self.of_hydra if "file://" in word]
             words = ["-m", *own, RESUME, f"hydra.sweep.dir={self.folder}"]
             text += f"\ngo on with: grpo {self.command} {shlex.join(words)}"
         if self.command == "train" and counts["done"]:

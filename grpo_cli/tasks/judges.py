@@ -103,7 +103,7 @@ class Weighing:
     """
 
     def __init__(self, weights: Weights, formats_on: str, main: str | None) -> None:
-        self._weights = {name: float(weight) for name, weight in weights.items() if weight is not None}
+        self._weights = {name: float(one or 0) for name, one in weights.items() if one is not None or name == "correct"}
         self._formats_on, self._main = formats_on, main
         known = ("correct", *FORMATS, OVERLONG)
         if main is not None and (unknown := self._weights.keys() - set(known)):

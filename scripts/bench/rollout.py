@@ -144,7 +144,7 @@ def measure_in_a_process(row: Row, folder: Path) -> None:
         return
     words = (row.arm, json.dumps(asdict(row.case)))
     figures, row.reason = in_a_process(__file__, *words, threads=row.case.threads, folder=folder)
-    row.rounds += [figures] if figures else []
+    row.rounds = [*row.rounds, figures] if figures else []
 
 
 def side_by_side(case: Case, arms: Sequence[str]) -> Comparison:

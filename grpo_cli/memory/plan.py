@@ -69,6 +69,7 @@ class StepShape:
     chunk: int
     shares_prompts: bool
     prefix: int = 0  # tokens of every rollout before the rest is ordered by predicted length
+    pauses: bool = False  # sequences wait for an environment, with blocks of their own
     packed: bool = False  # weights of the engine, which matters on a CPU only
     minibatches: int = 1
     logprobs_of: int = 0  # rollouts of each prompt in the policy's pass before updates
@@ -175,12 +176,12 @@ def _rollouts(model: ShapeModel, step: StepShape, sampler: Sampler, work: Worklo
     """Predict prefill and decode of one `generate`."""
     layout = KvLayout(model.layers, model.kv_heads, model.head_dim, model.dtype)
     per_step = step.rollouts.rollouts
-    cache = KvPlan.of(layout, sampler, step.sparsity, work.requests, per_step, step.prefix, pauses=False)
+    cache = KvPlan.of(layout, sampler, step.sparsity, work.requests, per_step, step.prefix, step.pauses)
     token, rows = layout.bytes_per_token, cache.slots
     prompts = sorted((BLOCK * blocks_for(tokens) for tokens in work.prompts), reverse=True)[:rows]
     begun = kv = cache.blocks * layout.block_bytes
     if model.on_cpu:  # where memory counts once it is written
-        own = rows * min(blocks_for(work.longest), cache.own_blocks) + cache.spare_blocks
+        own = rows * min(blocks_for(work.longest), cache.own_blocks) + cache.spare_blocks * (not step.pauses)
         begun, kv = (min(kv, token * sum(prompts) + held * layout.block_bytes) for held in (rows, own))
     passed = min(max(PREFILL_TOKENS, max(prompts)), sum(prompts))
     drawn = min(rows, rows_at_once(model.vocabulary)) if model.on_cpu else rows

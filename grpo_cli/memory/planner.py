@@ -74,6 +74,7 @@ class Planner:
             chunk=train.logprob_chunk,
             shares_prompts=packs_rows(model, device, window_of(model_config(model, any_family=True)) is None),
             prefix=built["predictor"].prefix_tokens if built["scheduler"].needs_lengths else 0,
+            pauses=(settings.parts["task"].get("turns") or 1) > 1,
             packed=bool(settings.parts["engine"].get("packed_weights")),
             minibatches=train.minibatches,
             logprobs_of=settings.n if corrects_all else m if pass_before(correction.prox, old_logprobs_first) else 0,

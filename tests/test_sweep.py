@@ -110,12 +110,7 @@ def test_a_job_is_started_as_one_would_by_hand_and_again_with_the_words_of_the_f
     words = ["n=4,13", "seed=13", "m=${n}"]  # m with the value of the default config would be another
     of_hydra = ["hydra.sweep.dir=s", "hydra.job.chdir=false", "hydra.launcher.jobs=1"]
     assert grpo("train", "--config-dir", "mine", "-m", *words, *of_hydra).exit_code == 2
-    place = [
-        f"hydra.searchpath=['file://{tmp_path}/mine']",
-        "hydra.job.chdir=false",
-        "hydra.job.num=0",
-        "hydra.job.id=0",
-    ]
+    place = [f"hydra.searchpath=['file://{tmp_path}/mine']", of_hydra[1], "hydra.job.num=0", "hydra.job.id=0"]
     *begin, m, last = pretended[0]
     assert begin == ["train", *place, "n=4", "seed=13"] and m.startswith("m=$")
     assert last == f"hydra.run.dir='{tmp_path}/s/0'"

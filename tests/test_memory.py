@@ -92,7 +92,7 @@ def test_a_step_counts_a_shared_prompt_once_and_cuts_passes_at_a_row_or_more():
         and replace(one, shares_prompts=False).tokens_of_update == 2 * 12 + 4 * 17
     )
     assert one.in_a_pass(80) == 30 and replace(one, tokens=1).in_a_pass(80) == 24 and one.in_a_pass(9) == 9
-    assert replace(one, minibatches=3).tokens_of_update == 27
+    assert replace(one, minibatches=3).tokens_of_update == 5 + 7 + 2 * 17
 
 
 @pytest.mark.parametrize("word", ["autocast=none", "autocast=bfloat16", "lora.rank=2", "gradient_checkpointing=full"])

@@ -85,7 +85,10 @@ class StepShape:
 
     @property
     def tokens_of_update(self) -> int:
-        return -(-self.rollouts.tokens(self.m, self.shares_prompts) // self.minibatches)
+        """Return the most tokens of an update: a minibatch may have the longest prompts, each in few of its rows."""
+        work, rows = self.rollouts, -(-len(self.rollouts.prompts) * self.m // self.minibatches)
+        prompts = sorted(work.prompts * (1 if self.shares_prompts else self.m), reverse=True)
+        return sum(prompts[:rows]) + rows * work.longest
 
     def in_a_pass(self, of: int) -> int:
         """Return the tokens of the largest pass over `of` tokens."""

@@ -68,7 +68,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    """So many threads as the test's parameter says."""
+    """Set the number of threads to the test's parameter."""
     import torch
 
     before = torch.get_num_threads()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from bank import Scripted, collection_of
 from made import full, infinite, mean_length, micro, prefix_head
-from small import VOCABULARY, contents, finished_in_rounds, make_engine, small_model, some_requests
+from small import VOCABULARY, contents, finished_in_rounds, make_engine, scored, small_model, some_requests
 
 from grpo_cli.collect.collection import StepCollection
 from grpo_cli.collect.epochs import Epochs
@@ -74,6 +74,8 @@ def test_a_group_comes_back_from_plain_values_as_it_was() -> None:
     partial = Rollout(request, (7, 8, 9, 7), (-0.1, 0.0, 0.0, -0.3), Finish.PARTIAL, turns)
     group = Group(request.prompt, (partial, unstarted(replace(request, sample=5))))
     assert from_plain(to_plain(group)) == group and not group.whole
+    unjudged = scored(1.0, Reward(0.0, judged=False))
+    assert from_plain(to_plain(unjudged)) == unjudged and not step_of(Drawn(), 0).differs(unjudged)
 
 
 # Rounds that stop and go on

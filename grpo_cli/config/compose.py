@@ -51,9 +51,8 @@ def of_hydra(name: str, cfg: Any, record: RunRecord | None) -> Command:
     if name == "eval" and "task.path" in keys and not keys & {"task.eval_path", "task.eval_fraction", "task._target_"}:
         # A file that is typed is evaluated whole, unless the run was trained on it.
         trained = None if record is None else record.config["task"].get("path")
-        if "eval_fraction" in cfg.task and (
-            not trained or os.path.realpath(trained) != os.path.realpath(cfg.task.path)
-        ):
+        is_own = trained is not None and os.path.realpath(str(trained)) == os.path.realpath(str(cfg.task.path))
+        if "eval_fraction" in cfg.task and not is_own:
             cfg.task.eval_path, cfg.task.eval_fraction = None, 1.0
     chosen = {} if record is None else dict(record.choices)
     chosen |= {str(group): str(choice) for group, choice in about.runtime.choices.items()}

@@ -11,7 +11,7 @@ class Facts(TypedDict, total=False):
 
     keeps_fewer: bool  # a down-sample rule may keep fewer than `keep`
     stops: bool  # a collector stops rollouts before their end (`enough`)
-    resumes: bool  # a collector or a search goes on with partial rollouts, or with given tokens
+    resumes: bool  # a collector or a search continues partial rollouts, or given tokens
     one_turn: bool  # a collector or a search can do so only where a reply is one turn
     evicts: bool  # a sparsity drops KV entries
     is_policy: bool  # an engine draws from the trainer's own policy (left to `engine.inner` where there is one)

@@ -38,9 +38,7 @@ class HealthCheck:
         if truncated > TRUNCATED_SHARE:
             yield "cut", f"response/truncated is {truncated:.2f}, a share cut off: raise sampling.max_new_tokens."
         if truncated <= NEARLY_ALL and "reward/std" in seen and self._equal_steps >= EQUAL_STEPS:
-            why = (
-                "read a few completions (grpo show): the task's answers or judge are wrong, or it is too hard or easy."
-            )
+            why = "read completions (grpo show): the task's answers or judge are wrong, or it is too hard or easy."
             yield "equal", f"every reward of the last {self._equal_steps} steps was equal; {why}"
         elif truncated <= NEARLY_ALL and share > ZERO_STD_SHARE:
             why = "of equal rewards teach nothing; raise n or sampling.temperature, or choose other problems (task)."

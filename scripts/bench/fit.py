@@ -1,4 +1,4 @@
-"""`fit=<bytes>` in a control group of so many bytes: does it live, and how fast is it beside the best way there is?
+"""`fit=<bytes>` in a control group of that many bytes: whether it survives, and its speed beside the fastest settings.
 
     sudo python scripts/bench/fit.py --json scripts/baselines/bench_fit.json
     sudo python scripts/bench/fit.py --cases "embedded, n=64 m=16" --shares 0.5

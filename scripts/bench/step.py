@@ -88,7 +88,7 @@ class Problems:
 
 
 def problems_of(settings: RunSettings, tokenizer: Any, count: int) -> tuple[Any, Problems]:
-    """The task, and so many of its problems, whose texts TRL makes the same tokens of."""
+    """Return the task and `count` of its problems, as texts from which TRL makes the same tokens."""
     task = make("task", settings.parts["task"], {"tokenizer": tokenizer, "seed": settings.seed, "warn": print})
     prompts = [task.prompts("train")[i] for i in range(count)]
     texts = [tokenizer.decode(p.token_ids) for p in prompts]

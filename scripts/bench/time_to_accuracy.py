@@ -52,7 +52,7 @@ RECIPE = {
 
 @dataclass(frozen=True)
 class Lesson:
-    """`words` of a task; how often an exam of `problems`, with so many `samples` of each, is held (for TRL at n=16);
+    """`words` of a task; the steps between evaluations of `problems` with `samples` each (for TRL at n=16);
     how many completions TRL takes in one pass, whose activations take up to 15 GiB."""
 
     words: tuple[str, ...]
@@ -80,7 +80,7 @@ LESSONS: Mapping[str, Lesson] = {
 
 @dataclass(frozen=True)
 class Arm:
-    """`words` of `grpo train`; or `trl` completions of each prompt by TRL. Ours are evaluated every so many steps."""
+    """`words` of `grpo train`; or `trl` completions of each prompt by TRL. Ours are evaluated every `every` steps."""
 
     words: tuple[str, ...] = ()
     trl: int = 0
@@ -270,7 +270,7 @@ def told(runs: Mapping[str, Run], args: argparse.Namespace) -> list[Check]:
             theirs, ours = (reached(by_arm[of][seed], max(WANTED)) for of in (arm, "recipe"))
             if ours is not None:
                 least = args.minutes if theirs is None else theirs  # at least, where it did not get there
-                checks.append(Check(f"seed {seed}: times as soon at 80 % as {arm}", least / ours, least=4.0))
+                checks.append(Check(f"seed {seed}: times faster than {arm} at 80%", least / ours, least=4.0))
     return checks
 
 

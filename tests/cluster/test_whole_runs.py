@@ -56,8 +56,8 @@ def told(run: Path) -> Any:
 
 
 def killed_at(run: Path, step: int, which: str | None, number: int = signal.SIGKILL, *words: str) -> tuple[str, Any]:
-    """What a run says that gets a signal after so many steps, or one of whose workers of this name does; and all its
-    processes."""
+    """Return what a run prints that gets a signal after `step` steps, or whose workers named `which` get it, and all
+    its processes."""
     process = started(run, *RAY, *words)
     while len(rows(run)) <= step:
         assert process.poll() is None, process.communicate()[0]

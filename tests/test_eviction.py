@@ -164,9 +164,6 @@ def test_a_budget_that_cannot_work_is_refused_with_what_would() -> None:
             ready("sparsity", "rkv", **plain | words)
 
 
-# Rollouts
-
-
 @contextmanager
 def noted() -> Iterator[dict[int, list[tuple[int, Tensor]]]]:
     """Every eviction of every request: (prompt keys among the candidates, kept places [L, H, B])."""

@@ -17,6 +17,7 @@ from test_resume import WORDS, rows
 from typed import done, refused
 
 from grpo_cli.config.compose import settings_of
+from grpo_cli.config.instantiate import ready
 from grpo_cli.config.prepare import prepare
 from grpo_cli.engine.eviction import Dense
 from grpo_cli.engine.generation import Generation
@@ -75,6 +76,9 @@ def test_what_shapes_alone_decide_has_the_bytes_that_one_counts_by_hand():
     token = 2 * 4 * 1 * 4 * 4
     assert found["decode"][KV] == (4 * 16 + 2 * 8) * token
     assert [planned(device, slots=1)["decode"][KV] for device in (CPU, GPU)] == [24 * token, 32 * token]
+    policies = (ready("sparsity", name, budget=8, window=3) for name in ("snapkv", "streaming"))
+    scored, latest = (planned(sparsity=policy)["decode"][KV] for policy in policies)
+    assert scored - latest == 4 * 3 * 2 * 4 * (4 * 4), "a row's last three queries, two to a key-value head"
     # Of 4 rows, or of all rows of a step: logits, and two numbers for each in float32 (three for drawing).
     assert found["ref_logprobs"][LOGITS] == 4 * 20 * (4 + 8) and found["decode"][LOGITS] == 4 * 20 * (4 + 12)
     # A small model's weights are joined on a CPU, and a parked optimizer is not there before the update.
@@ -150,9 +154,6 @@ def test_keys_and_copies_of_weights_are_freed_when_a_generation_ends():
         assert not any(type(one) is Generation for one in gc.get_objects())
     finally:
         gc.enable()
-
-
-# `fit`, and an automatic micro-batch
 
 
 RUN = (*WORDS, "n=16")

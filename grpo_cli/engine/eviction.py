@@ -14,6 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Annotated, ClassVar
 
@@ -115,6 +116,25 @@ class Budget(ABC):
         return dense if never else room
 
 
+def statistics(
+    policy: Budget, layout: KvLayout, slots: int, blocks: tuple[int, int], device: torch.device
+) -> tuple[Float[Tensor, "L S W H G D"] | None, Float[Tensor, "L S H T"] | None]:
+    """Build what a policy needs of past steps for S sequences: the queries of the last `window` steps, that of position
+    p at p modulo window, and the attention that each key has received. Each is None unless the policy needs it.
+    """
+    own, prompt = (BLOCK * count for count in blocks)
+    made = partial(torch.zeros, layout.layers, slots, device=device)
+    # What an earlier sequence left is overwritten before it is read: none is cut down before `window` steps.
+    sizes = policy.window, layout.heads, layout.group, layout.dim
+    # Summed over the steps since a key was added, mean over a group's queries. The prompt's keys come first, and start
+    # from what its own queries paid.
+    width = own if policy.protect_prompt else prompt + own
+    return (
+        made(*sizes, dtype=layout.dtype) if policy.needs_queries else None,
+        made(layout.heads, width, dtype=torch.float32) if policy.needs_received else None,
+    )
+
+
 class Evictor:
     """Cuts a sequence down to `budget` keys whenever it holds `budget + buffer`, in all layers and heads at once.
 
@@ -129,22 +149,9 @@ class Evictor:
         """`blocks`: the most of a sequence's own and of its prompt."""
         self.policy, self._scale, self._device = policy, scale, device
         self._at_once = max(1, slots // layout.layers)
-        own, prompt = (BLOCK * count for count in blocks)
-        self._prompt_width = 0 if policy.protect_prompt else prompt
-        self._notes: list[Tensor] = []
-
-        def note(*sizes: int, dtype: torch.dtype) -> Tensor:
-            self._notes.append(torch.zeros(layout.layers, slots, *sizes, dtype=dtype, device=device))
-            return self._notes[-1]
-
-        # The queries of the last `window` steps; that of position p at p modulo window. What an earlier sequence left
-        # is overwritten before it is read: none is cut down before `window` steps.
-        sizes = policy.window, layout.heads, layout.group, layout.dim
-        self._queries = note(*sizes, dtype=layout.dtype) if policy.needs_queries else None
-        # The attention that each key has received: summed over the steps since it was added, mean over a group's
-        # queries. The prompt's keys come first, and start from what its own queries paid.
-        sizes_received = layout.heads, self._prompt_width + own
-        self._received = note(*sizes_received, dtype=torch.float32) if policy.needs_received else None
+        self._prompt_width = 0 if policy.protect_prompt else BLOCK * blocks[1]
+        self._queries, self._received = statistics(policy, layout, slots, blocks, device)
+        self._notes = [note for note in (self._queries, self._received) if note is not None]
         self.evictions = 0
 
     def of_prompt(self, sequence: Sequence) -> int:

@@ -8,9 +8,9 @@ from functools import cached_property
 
 import torch
 
-from grpo_cli.engine.eviction import Budget, Dense
+from grpo_cli.engine.eviction import Budget, Dense, statistics
 from grpo_cli.engine.generation import PREFILL_TOKENS
-from grpo_cli.engine.kv_cache import BLOCK, KvLayout, blocks_for
+from grpo_cli.engine.kv_cache import BLOCK, blocks_for
 from grpo_cli.engine.samplers import KvPlan, Sampler
 from grpo_cli.engine.sampling import rows_at_once
 from grpo_cli.memory.allocations import ACTIVATIONS, LOGITS
@@ -176,11 +176,15 @@ def _no_gradients(model: ShapeModel, step: StepShape, take: int) -> Sizes:
 
 
 def _rollouts(model: ShapeModel, step: StepShape, sampler: Sampler, work: Workload) -> dict[str, Sizes]:
-    """Predict prefill and decode of one `generate`."""
-    layout = KvLayout(model.layers, model.kv_heads, model.head_dim, model.dtype)
-    per_step = step.rollouts.rollouts
-    cache = KvPlan.of(layout, sampler, step.sparsity, work.requests, per_step, step.prefix, step.pauses)
+    """Predict prefill and decode of one `generate`; an eviction policy's statistics count as keys and values."""
+    layout, policy, per_step = model.layout, step.sparsity, step.rollouts.rollouts
+    cache = KvPlan.of(layout, sampler, policy, work.requests, per_step, step.prefix, step.pauses)
     token, rows = layout.bytes_per_token, cache.slots
+    remembered = 0
+    if isinstance(policy, Budget):  # of those that run and those that wait
+        some = rows * (1 + step.pauses) + work.rollouts * bool(cache.prefix_blocks)
+        made = statistics(policy, layout, some, (cache.own_blocks, cache.prompt_blocks), torch.device("meta"))
+        remembered = sum(tensor.nbytes for tensor in made if tensor is not None)
     prompts = sorted((BLOCK * blocks_for(tokens) for tokens in work.prompts), reverse=True)[:rows]
     begun = kv = cache.blocks * layout.block_bytes
     if model.on_cpu:  # where memory counts once it is written
@@ -193,6 +197,6 @@ def _rollouts(model: ShapeModel, step: StepShape, sampler: Sampler, work: Worklo
     layers = model.line_without_gradients
     prefill, decode = (model.copied(step.packed) + layers(model.layers, n)[ACTIVATIONS] for n in (passed, rows))
     return {
-        "prefill": {KV: begun, LOGITS: logits, ACTIVATIONS: prefill + token * passed},
-        "decode": {KV: kv, LOGITS: logits, ACTIVATIONS: decode},
+        "prefill": {KV: begun + remembered, LOGITS: logits, ACTIVATIONS: prefill + token * passed},
+        "decode": {KV: kv + remembered, LOGITS: logits, ACTIVATIONS: decode},
     }

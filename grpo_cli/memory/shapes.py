@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
+from grpo_cli.engine.kv_cache import KvLayout
 from grpo_cli.engine.layers import PACKED_FROM, has_packed, linear_layers
 from grpo_cli.learner.logprobs import AT_ONCE, ByRow, chosen_logprobs
 from grpo_cli.memory.allocations import Allocations
@@ -83,12 +84,12 @@ class ShapeModel:
         self.settings, self.device, self.layers = settings, device, int(self.config.num_hidden_layers)
         self.on_cpu = device.type == "cpu"
         self._bits = BITS[settings.quantize]
-        self.vocabulary, self.kv_heads = int(self.config.vocab_size), int(self.config.num_key_value_heads)
-        self.head_dim = getattr(self.config, "head_dim", None) or (
-            self.config.hidden_size // self.config.num_attention_heads
-        )
+        self.vocabulary = int(self.config.vocab_size)
         # The precision of products.
         self.dtype: torch.dtype = getattr(torch, settings.dtype if settings.autocast == "none" else settings.autocast)
+        heads, kv_heads = int(self.config.num_attention_heads), int(self.config.num_key_value_heads)
+        dim = getattr(self.config, "head_dim", None) or self.config.hidden_size // heads
+        self.layout = KvLayout(self.layers, kv_heads, dim, self.dtype, group=heads // kv_heads)
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._models = [self._made(layers) for layers in LAYERS]
         self.train_lines = cache(self._train_lines)

@@ -15,7 +15,7 @@ from pydantic import Field
 from grpo_cli.collect.requests import with_surplus
 from grpo_cli.collect.stored import HoldsGroups
 from grpo_cli.interfaces import StepRollouts
-from grpo_cli.types import GIVEN, Group, ScoredGroup
+from grpo_cli.types import Group, ScoredGroup
 
 
 class Partial(HoldsGroups):
@@ -65,6 +65,6 @@ class Partial(HoldsGroups):
 
 
 def _lag(group: Group, version: int) -> int:
-    """Age of a group's oldest token, in updates before `version`; 0 without tokens."""
-    spans = [span for rollout in group.rollouts for span in rollout.spans if span.version != GIVEN]
+    """Return the age of a group's oldest sampled token, in updates before `version`; 0 without such tokens."""
+    spans = [span for rollout in group.rollouts for span in rollout.spans if span.version >= 0]
     return max((version - span.version for span in spans), default=0)

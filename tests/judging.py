@@ -1,4 +1,4 @@
-"""A made-up server of chat completions in the test's process, which answers as it is told to, or not at all."""
+"""A made-up server of chat completions in the test's process, which returns given answers, or none."""
 
 from __future__ import annotations
 

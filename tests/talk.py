@@ -1,4 +1,4 @@
-"""A made-up environment for tests: what it says is a hash of what it has heard, now quickly and now slowly."""
+"""An environment for tests: its reply is a hash of the dialogue so far, returned at once or after some looks."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ EVAL = {"eval/accuracy": 0.71, "eval/accuracy_low": 0.66, "eval/accuracy_high": 
 
 
 class Screen:
-    """A tracker with a made-up clock, and what it wrote."""
+    """A tracker with a clock that the test sets, and its output."""
 
     def __init__(self, total: int, width: int = 80, **options: Any) -> None:
         self.now, self.file, self.examples = 0.0, io.StringIO(), tuple[Any, ...]()

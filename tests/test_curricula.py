@@ -79,7 +79,7 @@ def test_candidates_are_the_next_of_the_order_and_all_where_there_are_fewer() ->
     ],
 )
 def test_dps_predicts_the_chance_to_be_mixed_of_a_chain(solved: Any, decay: float, expected: Sequence[float]) -> None:
-    """After each look at a problem that so many of 8 rollouts solved, or of which none was made."""
+    """Check the prediction after each step: how many of 8 rollouts solved the problem, or None without rollouts."""
     prompts, found = problems(2), []
     rule, copy = (curriculum("dps", prompts, History(), 2, pool=1, decay=decay) for _ in range(2))
     for step, count in enumerate(solved):

@@ -162,7 +162,7 @@ def test_tools_are_called_by_what_the_model_writes_and_faults_are_told_to_it(row
     assert [why for turn, why in bad.items() if why not in heard(task, turn)[0]] == []
     assert task.take_metrics() == {"turns/errors": 9.0}
     assert heard(task, f"{call}<tool_call>")[0] == "5"
-    assert "add" in task.text(task.prompts("train")[0].token_ids), "the model is told of it"
+    assert "add" in task.text(task.prompts("train")[0].token_ids), "the prompt names the tool"
 
 
 NO_BEGINNING = "the tool call has no beginning: open it with <tool_call>"

@@ -80,7 +80,7 @@ def least_budget(requests: Seq[Request], sparsity: Any = DENSE) -> int:
 
 
 def sequence_bytes(requests: Seq[Request], tokens: int) -> int:
-    """Of the longest prompt and of so many tokens, of which the last is never fed, in whole blocks."""
+    """Return the bytes of the longest prompt and of `tokens` tokens, the last of which has no key, in whole blocks."""
     longest = max(len(request.prompt.token_ids) for request in requests)
     return TOKEN * (round_up(longest, BLOCK) + round_up(tokens - 1, BLOCK))
 

@@ -63,7 +63,7 @@ def evicting(policy: str, protect: bool) -> Policy:
 
 WIDE = dict(hidden_size=576, intermediate_size=1536, head_dim=64, num_attention_heads=9, num_key_value_heads=3)
 SHORT = functools.partial(some_requests, prompts=3, n=6, tokens=14)
-# 240 rollouts at a time: so many rows that threads share the elements of a layer among them.
+# 240 rollouts at a time: enough rows that threads share the elements of a layer among them.
 POLICIES = {
     "qwen2": Policy(),
     "qwen3": Policy(functools.partial(small_model, "qwen3", head_dim=16)),

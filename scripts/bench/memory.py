@@ -1,7 +1,7 @@
 """What `grpo profile` predicts of memory, against what it measures: one profile per case, each in a process of its own.
 
     OMP_NUM_THREADS=1 python scripts/bench/memory.py --json scripts/baselines/bench_memory.json
-    OMP_NUM_THREADS=1 python scripts/bench/memory.py --cases default 'full length'
+    OMP_NUM_THREADS=1 python scripts/bench/memory.py --cases default '50 M'
 
 On a CPU the peak is the resident memory of the process. Rollouts are those of a seed and of full length, so a profile
 differs little from run to run. No bound: the ratios are the result.

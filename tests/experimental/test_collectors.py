@@ -160,7 +160,7 @@ def test_the_harder_a_problem_is_the_more_of_its_solution_is_given():
 
 
 class ByLength(Scripted):
-    """Each rollout has so many tokens as a table says of its problem; it is right if they are more than one."""
+    """A table gives the tokens of each problem's rollouts; a rollout of more than one token is right."""
 
     def __init__(self, length: Callable[[Request], int]) -> None:
         super().__init__()

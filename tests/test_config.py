@@ -210,6 +210,9 @@ def test_a_resumed_run_has_its_recorded_settings_and_what_is_typed(tmp_path: Pat
     assert (other.n, other.m, other.optim.lr, other.seed) == (8, 8, 1e-5, 5), "m follows n as it did"
     weights = {**same.parts["task"]["weights"], "short": 0.5}
     assert other.parts["task"] == {**same.parts["task"], "weights": weights}, "the choice is the recorded one"
+    (once := recorded(tmp_path, "+task.weights.short=0.5")).config["task"]["weights"].pop("correct")
+    again = merged("train", once, "+task.weights.short=0.5", "~task.weights.correct").parts["task"]
+    assert again["weights"] == once.config["task"]["weights"], "typed again, as scripts/slurm.sh does"
     changed = continued(tmp_path, "loss=dapo", "task.template=a")
     assert changed.parts["loss"] == shipped("loss", "dapo") and changed.parts["task"]["template"] == "a"
 
@@ -229,7 +232,7 @@ def test_a_recorded_group_that_does_not_exist_is_refused(tmp_path: Path, group: 
 
 
 def test_one_command_for_start_and_resume_types_a_path_elsewhere_again(tmp_path: Path) -> None:
-    words = ("resume=here", f"hydra.run.dir={tmp_path}", "task=jsonl", "task.path=/elsewhere.jsonl")
+    words = ("resume=here", f"hydra.run.dir={tmp_path}", "task=jsonl", "task.path=/elsewhere.jsonl", "optim.lr=auto")
     run = recorded(tmp_path, words[3])
     made.record(tmp_path, dict(run.config), overrides=words[2:], choices=CHOICES_OF_RUN)
     assert start_of("train", words).words == ["task.path=/elsewhere.jsonl"]

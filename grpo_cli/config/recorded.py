@@ -10,6 +10,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
+from grpo_cli.config.auto import AUTO, MAY_BE_AUTO
 from grpo_cli.config.choices import groups_of, read_command
 from grpo_cli.config.overrides import is_package_target, key_of, leaves, value_of
 from grpo_cli.config.trust import refuse_foreign
@@ -64,7 +65,7 @@ def over(command: str, record: RunRecord | None, decided: Mapping[str, Any], typ
         same = {group for group in groups & keys - own if value_of(group, typed) == record.choices.get(group)}
         kept = _kept(command, record, groups & keys - same)
         refuse_foreign(leaves("", kept).items(), keys - groups, record.source.parent)
-        typed = [word for word in typed if key_of(word) not in same]
+        typed = [again for word in typed if key_of(word) not in same for again in _over(kept, word)]
     config = OmegaConf.create(dict(file.values))
     for key, value in {**kept, **decided}.items():
         OmegaConf.update(config, key, value, merge=False)
@@ -89,6 +90,16 @@ def _kept(command: str, record: RunRecord, replaced: Set[str]) -> dict[str, Any]
     return {key: config[key] for key in has & groups} | {key: settings[key] for key in shared}
 
 
+def _over(kept: Mapping[str, Any], word: str) -> list[str]:
+    """Return an override as recorded settings take it: `+key=` may find its key there, and `~key` nothing."""
+    key = key_of(word)
+    if word[0] not in "+~" or key.partition(".")[0] not in kept:
+        return [word]
+    if word[0] == "+":
+        return [f"++{word.lstrip('+')}"]
+    return [word for leaf in leaves("", kept) if f"{leaf}.".startswith(f"{key}.")][:1]
+
+
 def _to_resume(place: str, typed: Sequence[str]) -> Start:
     run_dir = value_of("hydra.run.dir", typed)
     if (place == "here") is (run_dir is None):
@@ -103,7 +114,8 @@ def _to_resume(place: str, typed: Sequence[str]) -> Start:
     if record is None or record.command != "train":
         found = f"no {RUN}" if record is None else f"a run of grpo {record.command}"
         raise UserError(f"resume={place} needs a training's folder, and {run} has {found}: name another one")
-    others = [word for word in typed if key_of(word) not in ("resume", "hydra.run.dir")]
+    was_chosen = {f"{key}={AUTO}" for key in MAY_BE_AUTO}  # a resumed run computes as it began
+    others = [word for word in typed if key_of(word) not in ("resume", "hydra.run.dir") and word not in was_chosen]
     return over("train", record, {"resume": str(folder), "run_dir": str(run.absolute())}, others)
 
 

@@ -15,7 +15,15 @@ from grpo_cli.interfaces import Parts, Stateful
 from grpo_cli.learner.learner import rate_jump, schedule_of
 from grpo_cli.runs import layout
 from grpo_cli.runs.background import Saver
-from grpo_cli.runs.checkpoint import clear_leftovers, damaged, load_state, rng_state, save_checkpoint, set_rng_state
+from grpo_cli.runs.checkpoint import (
+    clear_leftovers,
+    damaged,
+    load_state,
+    remove_from,
+    rng_state,
+    save_checkpoint,
+    set_rng_state,
+)
 from grpo_cli.runs.files import write_object
 from grpo_cli.runs.record import code_version
 from grpo_cli.runs.stop import Stop, Stopped
@@ -147,7 +155,8 @@ class Trainer:
         return dict(result.metrics)
 
     def _log(self, record: Record) -> None:
-        """Write a step's record, with the time that it took."""
+        """Write a step's record, with the time that it took. It replaces what an earlier attempt left of this step."""
+        remove_from(self._run_dir / layout.CHECKPOINTS, record.step)  # before the records that they refer to
         record = replace(record, metrics={**record.metrics, **self._parts.meter.take()})
         for tracker in self._parts.trackers:
             tracker.log(record)

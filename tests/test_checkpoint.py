@@ -18,7 +18,15 @@ import pytest
 import torch
 
 from grpo_cli.runs import layout
-from grpo_cli.runs.checkpoint import clear_leftovers, damaged, load_state, rng_state, save_checkpoint, set_rng_state
+from grpo_cli.runs.checkpoint import (
+    clear_leftovers,
+    damaged,
+    load_state,
+    remove_from,
+    rng_state,
+    save_checkpoint,
+    set_rng_state,
+)
 from grpo_cli.runs.find import completed_steps, find_checkpoint, resolve_run
 from grpo_cli.support.errors import UserError
 
@@ -51,7 +59,7 @@ def test_what_was_saved_is_found_and_loaded_and_the_last_few_are_kept(tmp_path):
     for step in (101, 102, 103):
         save(root, step, keep=2)
     assert names(root) == ["step_000102", "step_000103"]
-    save(root, 102, keep=2)  # a run that went back to an earlier step: the later ones are no longer its own
+    remove_from(root, 103)
     assert names(root) == ["step_000102"]
     (root / "step_000102" / "COMPLETE").unlink()
     save(root, 103, keep=0)

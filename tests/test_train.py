@@ -7,6 +7,7 @@ import os
 import re
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from grpo_cli.runs.find import find_checkpoint
 from grpo_cli.settings import EvalSettings, RecordSettings, RunSettings, Sampling
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.meter import Meter
+from grpo_cli.tracking.jsonl import JsonlTracker
 from grpo_cli.train import Trainer
 from grpo_cli.types import Batch, LossOutput, Prompt, Record, Reward, Rollout, Totals
 
@@ -271,6 +273,19 @@ def test_what_a_signal_cut_short_continues_as_if_there_had_been_none(tmp_path):
     states = [load_state(newest(tmp_path / name)) for name in ("alone", "cut")]
     assert states[0]["engine"] == states[1]["engine"] != {}
     assert same(weights(newest(tmp_path / "alone")), weights(newest(tmp_path / "cut")))
+
+
+def test_a_run_that_went_back_and_died_before_it_saved_goes_on_from_there(tmp_path):
+    settings = settings_for(tmp_path, checkpoint_every=1, keep_checkpoints=9)
+    back = tmp_path / "checkpoints" / "step_000001"
+    make_trainer(settings, trackers=(JsonlTracker(tmp_path),)).fit()
+    for task, died in ((After(12 + 2, lambda: 1 / 0), pytest.raises(ZeroDivisionError)), (CountTask(), nullcontext())):
+        rare = replace(settings, train=replace(settings.train, checkpoint_every=9))
+        again = make_trainer(rare, task=task, checkpoint=newest(back), trackers=(JsonlTracker(tmp_path, True),))
+        with died:
+            again.fit()
+        back = tmp_path
+    assert newest(tmp_path).name == "step_000004"
 
 
 def test_a_second_ctrl_c_interrupts_at_once(tmp_path):

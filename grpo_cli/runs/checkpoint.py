@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from grpo_cli.support.errors import explained
 def save_checkpoint(
     root: Path, step: int, save_model: Callable[[Path], None], state: Mapping[str, Any], keep: int
 ) -> Path:
-    """Save step `step` below `root`; remove later steps and the oldest beyond `keep` (at least this one stays).
+    """Save step `step` below `root`; remove the oldest beyond `keep` (at least this one stays).
 
     `save_model` writes the model's files into the folder it gets. `state` may hold only tensors and plain values, so
     that it can be read back without running code; TypeError otherwise. After any exception (UserError if the files
@@ -43,14 +43,22 @@ def save_checkpoint(
         listed = {name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for name, path in files.items()}
         write_object(new / COMPLETE, {"step": step, "files": listed})
     complete = [path for path in candidates(root) if path != folder and (path / COMPLETE).exists()]
-    later = [path for path in complete if (step_of(path.name) or 0) > step]  # the run was resumed from before these
+    _remove(root, complete[max(keep, 1) - 1 :])
+    return folder
+
+
+def remove_from(root: Path, step: int) -> None:
+    """Remove the checkpoints of this step and later ones, whose records a run replaces that was resumed before them."""
+    _remove(root, [p for p in candidates(root) if (step_of(p.name) or 0) >= step and (p / COMPLETE).exists()])
+
+
+def _remove(root: Path, checkpoints: Sequence[Path]) -> None:
     with must_be_writable(root):
-        for path in (*later, *complete[len(later) :][max(keep, 1) - 1 :]):
+        for path in checkpoints:
             doomed = path.with_name(f".{path.name}{UNFINISHED}")  # what a kill leaves of it is cleared
             os.replace(path, doomed)
             (doomed / COMPLETE).unlink()
             shutil.rmtree(doomed)
-    return folder
 
 
 def _save_state(path: Path, state: Mapping[str, Any]) -> None:

@@ -60,9 +60,11 @@ class JsonlTracker:
 
     def _append(self, path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         data = "".join(f"{json_line({'step': self._step, **row})}\n" for row in rows).encode()
-        with must_be_writable(path), open(path, "ab", opener=regular) as file:
-            file.write(data)
         size, digest = self._files[path]
+        with must_be_writable(path), open(path, "ab", opener=regular) as file:
+            if file.tell() > size:
+                file.truncate(size)
+            file.write(data)
         digest.update(data)
         self._files[path] = size + len(data), digest
 
@@ -74,7 +76,7 @@ class JsonlTracker:
         return {"step": self._step} | {path.name: [n, digest.hexdigest()] for path, (n, digest) in self._files.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Cut off what was logged after the state; without one (empty), everything."""
+        """Check the files; the next record replaces what was logged after the state, without one (empty) everything."""
         self._step = state.get("step", -1)
         found = {}
         for path in self._files:
@@ -87,9 +89,6 @@ class JsonlTracker:
                 raise UserError(f"{problem}; restore it, or continue with what is there: accept_damage=true")
             self._warn(f"accepted damage: {problem}")
             found[path] = _prefix(path, content(path)[:size].rfind(b"\n") + 1)
-        for path, (size, _) in found.items():
-            with must_be_writable(path), open(path, "r+b", opener=regular) as file:
-                file.truncate(size)
         self._files = found
 
     def close(self, summary: Mapping[str, Any]) -> None:

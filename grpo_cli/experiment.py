@@ -105,7 +105,7 @@ def set_up(
         per_step = max_rollouts_at_once(run.rules.collector, settings.n, settings.train.prompts)
     of_worker = partial(worker_engine, settings, eos, pad, decode, rollouts_per_step=per_step)
     more = {"warn": warn, "decode": decode, "build": of_worker, "rollouts_per_step": per_step, **engine}
-    return Runtime(device, model, tokenizer, pad, task, make_engine(settings, run.parts, model, eos, pad, **more), eos)
+    return Runtime(device, model, tokenizer, task, make_engine(settings, run.parts, model, eos, pad, **more), eos)
 
 
 def _load(run: Prepared[Any], weights: ModelSettings) -> Any:

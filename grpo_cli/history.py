@@ -30,8 +30,7 @@ class History:
     """The last visits of every problem, by its id. A visit's `age` is how many later ones there are."""
 
     def __init__(self, visits: Mapping[str, Sequence[Visit]] | None = None) -> None:
-        given = {problem: tuple(some) for problem, some in (visits or {}).items() if some}
-        self._visits = {problem: some[-KEPT:] for problem, some in given.items()}
+        self._visits = {problem: tuple(some)[-KEPT:] for problem, some in (visits or {}).items()}
 
     def __len__(self) -> int:
         """Return how many different prompts the run has visited."""

@@ -278,7 +278,6 @@ class Runtime:
     device: torch.device
     model: Any
     tokenizer: Any
-    pad_token_id: int
     task: Task
     engine: Engine
     ends: tuple[int, ...] = ()  # tokens that end a reply

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import ConfigDict, Field
 
@@ -257,3 +257,6 @@ class EvalRunSettings(Strict):
     sampling: SampleSettings
     eval: SplitExamSettings
     parts: Mapping[str, Mapping[str, Any]]
+
+
+Settings = TypeVar("Settings", bound=RunSettings | EvalRunSettings)

@@ -91,7 +91,7 @@ def make_trainer(settings: RunSettings, *, model: Any = None, checkpoint: Path |
         model = type(small_model()).from_pretrained(checkpoint)
     model = model or small_model()
     engine = make_engine(model, sampler=parts.pop("sampler", full()))
-    runtime = Runtime(torch.device("cpu"), model, None, 0, CountTask(), engine)
+    runtime = Runtime(torch.device("cpu"), model, None, CountTask(), engine)
     if callable(parts.get("engine")):
         parts["engine"] = parts["engine"](model)
     rules = Factories.of(made.settings().parts | {"downsample": made.part("downsample", "all")}).rules()

@@ -5,15 +5,13 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from grpo_cli.report.read import Run, State, read_all
-from grpo_cli.runs import layout
+from grpo_cli.report.read import A_RUN_HAS, Run, State, read_all
 from grpo_cli.support import terminal
 from grpo_cli.support.formatting import duration, plain, shown
 
 COLUMNS = ("command", "state", "task", "model", "n", "m", "steps", "accuracy", "age", "folder")
 LEAST_NEEDED = ("command", "age", "m", "n", "task", "model")  # left out, in this order, of a narrow screen
 FOLDERS = "grpo train leaves runs in outputs/train, grpo eval in outputs/eval, grpo train -m in outputs/multirun"
-WRITTEN = (layout.METRICS, layout.SUMMARY, layout.STATUS, layout.RUN)  # their times show when a run was alive
 
 
 def list_runs(folder: Path) -> None:
@@ -55,5 +53,5 @@ def _cells(run: Run) -> list[str]:
 
 def _last_written(run: Run) -> float:
     """Return when the run last wrote something: seconds since the epoch, 0 if unknown."""
-    times = [path.stat().st_mtime for name in WRITTEN if (path := run.folder / name).exists()]
+    times = [path.stat().st_mtime for name in A_RUN_HAS if (path := run.folder / name).exists()]
     return max(times, default=0.0)

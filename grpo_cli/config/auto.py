@@ -6,9 +6,9 @@ Numbers come from the `recipe` of the model or the task in `conf/`, precisions f
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
-from grpo_cli.settings import EvalRunSettings, ModelSettings, RunSettings
+from grpo_cli.settings import ModelSettings, Settings
 from grpo_cli.support.processor import fast_in_bfloat16
 
 AUTO = "auto"
@@ -19,7 +19,6 @@ _BY_RECIPE = {
     **{f"eval.{word}": ("task", f"eval_{word}") for word in ("problems", "every")},
 }
 MAY_BE_AUTO = {"model.dtype", "model.autocast", "train.micro_batch_tokens", *_BY_RECIPE}
-Settings = TypeVar("Settings", bound=RunSettings | EvalRunSettings)
 
 
 def fill(values: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -18,11 +18,9 @@ from grpo_cli.config.overrides import is_package_target, key_of, leaves
 from grpo_cli.config.read import read
 from grpo_cli.config.recorded import Command, start_of
 from grpo_cli.runs.record import RunRecord
-from grpo_cli.settings import EvalRunSettings, ModelSettings, ProfileRunSettings, RunSettings
+from grpo_cli.settings import EvalRunSettings, ModelSettings, ProfileRunSettings, RunSettings, Settings
 from grpo_cli.support.errors import UserError, gathered, refuse
 from grpo_cli.support.processor import fast_in_bfloat16
-
-Settings = TypeVar("Settings", bound=RunSettings | EvalRunSettings)
 
 KINDS: Mapping[str, type[Any]] = {"train": RunSettings, "eval": EvalRunSettings, "profile": ProfileRunSettings}
 

@@ -10,7 +10,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 import numpy as np
 import torch
@@ -21,14 +21,12 @@ from grpo_cli.interfaces import Rules, Search, SetUp
 from grpo_cli.learner.batch import collate, corrected, rows_of, totals, verdict_on
 from grpo_cli.rules.advantage import advantages
 from grpo_cli.rules.downsample import choose
-from grpo_cli.settings import EvalRunSettings, RunSettings, Sampling
+from grpo_cli.settings import EvalRunSettings, RunSettings, Sampling, Settings
 from grpo_cli.support.errors import UserError, explained, gathered, own_code_unless_ours, refuse
 from grpo_cli.support.facts import name_of
 from grpo_cli.support.memory import SHARE, keep_freed, part_of_gpu
 from grpo_cli.support.processor import flush_denormals
 from grpo_cli.types import Finish, LossOutput, Prompt, Request, Reward, Rollout, ScoredGroup
-
-Settings = TypeVar("Settings", bound=RunSettings | EvalRunSettings)
 
 
 @dataclass(frozen=True)

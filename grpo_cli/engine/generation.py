@@ -232,7 +232,7 @@ class Generation:
 
     def _preempt(self, sequence: Sequence) -> None:
         self._preempted += 1
-        self._stop(sequence, Status.PREEMPTED)
+        self._stop(sequence, Status.WAITING)
         sequence.made, sequence.held, sequence.notes = 0, 0, ()
 
     def _pause(self, sequences: Seq[Sequence], running: Seq[Sequence], hidden: Tensor) -> None:

@@ -24,10 +24,9 @@ LEAST_ROWS = 16
 
 
 class Status(Enum):
-    WAITING = auto()
+    WAITING = auto()  # has no blocks; one that had given its own back will read its tokens again
     RUNNING = auto()
     PAUSED = auto()  # keeps its blocks: waits for an observation, or for a predicted length
-    PREEMPTED = auto()  # has given its blocks back, and will read its tokens again
     FINISHED = auto()
 
 

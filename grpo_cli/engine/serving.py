@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from grpo_cli.engine.admission import Admission
-from grpo_cli.engine.common import EngineParts, SequenceEngine, Tally
+from grpo_cli.engine.common import SequenceEngine, Tally
 from grpo_cli.engine.eviction import Budget, Dense
 from grpo_cli.engine.length_predictor import Predictor
 from grpo_cli.engine.samplers import Sampler
 from grpo_cli.engine.scheduling import Scheduler
 from grpo_cli.engine.sequence import Decode, Sequence, Status
-from grpo_cli.support.errors import refuse
 from grpo_cli.types import EngineStats, Finish, Request, Rollout
 
 Enough = Callable[[Rollout], bool]
@@ -57,10 +56,6 @@ class ServingEngine(SequenceEngine):
     choice: ClassVar[str]  # of conf/engine
     _slots = 0
     _kv_bytes = 0
-
-    def __init__(self, parts: EngineParts) -> None:
-        super().__init__(parts)
-        refuse([*self.refuses(parts.sampler, parts.scheduler, parts.predictor, parts.sparsity)])
 
     @classmethod
     def refuses(

@@ -28,7 +28,7 @@ from grpo_cli.engine.serving import Serving, ServingEngine
 from grpo_cli.interfaces import facts
 from grpo_cli.model.anatomy import backbone, can_pack, head, unwrapped
 from grpo_cli.model.checks import context_of
-from grpo_cli.support.errors import UserError, reason_of
+from grpo_cli.support.errors import UserError, explained
 from grpo_cli.types import Request
 
 _LONG, _SHORT, _MADE = 9, 4, 3  # tokens of two trial prompts, and of their completions
@@ -175,15 +175,11 @@ def may_be_padded(model: Any, pad: int) -> bool:
     def same(found: Tensor, expected: Tensor) -> bool:
         return bool((found - expected).abs().max() <= rounding * (expected.max() - expected.min()))
 
-    try:
+    with explained(f"engine=generate cannot run {name}", "; choose another model"):  # code that may be anybody's
         whole, early, of_short = (_logits(model, some) for some in (ids, ids[:, :_SHORT], ids[:, _LONG - _SHORT :]))
         ours = head(model)(backbone(model)(input_ids=ids, use_cache=False).last_hidden_state[0])
         prompts = [tokens[:_LONG], tokens[_LONG - _SHORT : _LONG]]
         generate(model, prompts, pad, _MADE, given, lambda: len(seen) == _MADE)
-    except UserError:
-        raise
-    except Exception as error:  # of code that may be anybody's
-        raise UserError(f"engine=generate cannot run {name} ({reason_of(error)}); choose another model") from error
     made = torch.stack(seen)
     faults = {
         "is not a causal model: its logits depend on later tokens": same(early, whole[:_SHORT]),

@@ -131,13 +131,8 @@ class Offloaded:
 
     def __init__(self, weights: Sequence[Tensor], weight_decay: float, kwargs: Mapping[str, Any]) -> None:
         self._weights = list(weights)
-        self.copies = [self._on_cpu(weight.detach()) for weight in weights]
+        self.copies = [torch.empty_like(w, device="cpu", pin_memory=w.is_cuda).copy_(w.detach()) for w in weights]
         self._adamw = torch.optim.AdamW(_groups(self.copies, weight_decay), fused=True, **kwargs)
-
-    @staticmethod
-    def _on_cpu(tensor: Tensor) -> Tensor:
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        return copy.copy_(tensor)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

@@ -34,7 +34,7 @@ def maxvar(group: ScoredGroup, keep: int, rng: np.random.Generator) -> list[int]
 
 def maxreward(group: ScoredGroup, keep: int, rng: np.random.Generator) -> list[int]:
     """Return the largest rewards. A baseline that fails by design: among the best only, little or nothing varies."""
-    return max_reward_indices(group.totals, keep, rng).tolist()
+    return _take_ends(group.totals, np.sort(group.totals), 0, keep, rng).tolist()
 
 
 def random(group: ScoredGroup, keep: int, rng: np.random.Generator) -> list[int]:
@@ -58,11 +58,6 @@ def max_variance_indices(
     ordered = np.sort(rewards)
     num_top = _best_num_top(ordered, keep)
     return _take_ends(rewards, ordered, keep - num_top, num_top, rng)
-
-
-def max_reward_indices(rewards: Float[np.ndarray, " G"], keep: int, rng: np.random.Generator) -> Int[np.ndarray, " K"]:
-    """Return indices of the `keep` largest rewards, ascending."""
-    return _take_ends(rewards, np.sort(rewards), 0, keep, rng)
 
 
 def percentile_indices(rewards: Float[np.ndarray, " G"], keep: int, rng: np.random.Generator) -> Int[np.ndarray, " K"]:

@@ -25,7 +25,7 @@ from grpo_cli.runs.record import read_record
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import is_a, plain
 
-_A_RUN_HAS = (layout.METRICS, layout.SUMMARY, layout.STATUS, layout.RUN)
+A_RUN_HAS = (layout.METRICS, layout.SUMMARY, layout.STATUS, layout.RUN)
 _NOT_BELOW = {layout.CHECKPOINTS, layout.WANDB, layout.TENSORBOARD, layout.BAD_BATCHES}
 Row = TypeVar("Row")
 _NO_RECORD = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
@@ -94,7 +94,7 @@ def read_all(folders: Sequence[Path], metric: str = GREEDY) -> list[Run]:
 
 def _run_folders(folder: Path) -> Iterator[tuple[Path, Sequence[str]]]:
     """Yield run folders in or below `folder`; the jobs of a sweep in order, including those without a folder yet."""
-    if any((folder / name).is_file() for name in _A_RUN_HAS):
+    if any((folder / name).is_file() for name in A_RUN_HAS):
         yield folder, ()
         return
     jobs = jobs_of(folder)

@@ -68,7 +68,7 @@ def test_dars_asks_for_what_the_paper_does(n, most, weighting, divided, expected
     assert [missing(solved, n, most, weighting, divided) for solved in range(n + 1)] == expected
 
 
-BENCH = Runtime(torch.device("cpu"), None, None, 0, Scripted(), Scripted(), (9,))
+BENCH = Runtime(torch.device("cpu"), None, None, Scripted(), Scripted(), (9,))
 HALF = math.sqrt(0.5)  # the advantage of the better of two, but for eps
 TWO = scored(1.0, 0.0, replies=[(1, 2, 3), (4, 5)], logprobs=[(-0.1, -0.2, -3.0), (-0.5, -0.5)])
 

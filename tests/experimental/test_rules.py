@@ -175,7 +175,7 @@ def problems(count: int) -> list[Prompt]:
 
 
 def runtime(engine: Any, model: Any = None, task: Any = ARITHMETIC) -> Runtime:
-    return Runtime(torch.device("cpu"), model, TOKENIZER, 0, task, engine)
+    return Runtime(torch.device("cpu"), model, TOKENIZER, task, engine)
 
 
 def answers(choice: Any, engine: Any, prompts: Sequence[Prompt], tokens: int = 12) -> list[Rollout]:

@@ -18,6 +18,12 @@ from grpo_cli.support.ranges import Count, MiBs
 
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
+# What `fit` may choose: where a run is computed, and not what.
+TOKENS, CHUNK, SLOTS = "train.micro_batch_tokens", "train.logprob_chunk", "sampler.slots"
+RECOMPUTE, OFFLOAD = "model.gradient_checkpointing", "model.offload_activations"
+PARK, STATE = "optim.park", "optim.offload"
+CHOSEN_TO_FIT = {TOKENS, CHUNK, SLOTS, RECOMPUTE, OFFLOAD, PARK, STATE}
+
 MOST_SAMPLES = 2**16
 Seed = Annotated[int, Field(ge=0, le=2**64 - 1)]
 Many = Annotated[int, Field(ge=1, le=2**22)]  # rollouts or prompts of a step: each is a Python object

@@ -112,7 +112,8 @@ def test_a_part_of_ones_own_inherits_only_what_it_takes(monkeypatch: pytest.Monk
 
 # The ranges of every setting are tried in test_experiment.py; here is one of each kind, range and relation.
 REFUSED = {
-    "n=abc": "n=abc",
+    "sampling.max_turn_tokens=9": "sampling.max_turn_tokens",
+    "task=jsonl task.path=x.jsonl +task.weights.overlong=1 train.truncated=zero": "train.truncated=zero",
     "n=0": "n=0",
     "seed=true": "seed=true",
     "train.steps='3'": "train.steps=3",
@@ -222,6 +223,9 @@ def test_a_run_is_evaluated_with_its_own_settings_and_the_checkpoint_s_weights(t
     run = merged("eval", recorded(tmp_path), "eval.k=9", **decided)
     assert (run.model.path, run.model.random_init, run.seed, run.eval.k) == ("ckpt", False, 5, 9)
     assert (run.parts["task"]["path"], run.sampling.max_new_tokens, run.eval.split) == ("x.jsonl", 7, "eval")
+    for overrides, limit in (((), shipped("task", "arithmetic")["recipe"]["max_new_tokens"]), (RUN, 7)):
+        other = merged("eval", replace(recorded(tmp_path), overrides=overrides), "task=arithmetic", **decided)
+        assert other.sampling.max_new_tokens == limit, "the task's own, unless it was typed"
 
 
 @pytest.mark.parametrize("group", ["zzz", "hydra", "defaults"])

@@ -54,7 +54,7 @@ def compared(logprobs, batch, totals):
 def marked(logprobs, batch, totals):
     return compared(logprobs, batch, totals)
 
-marked.needs_reference = True
+marked.needs_reference = marked.needs_advantage = True
 
 class NoNext:
     needs_lengths = False
@@ -108,7 +108,8 @@ def checked(m: int = 16, **changed: dict[str, Any]) -> None:
 def test_a_part_that_lacks_members_is_refused_and_a_loss_that_says_so_gets_its_reference(user_module):
     with pytest.raises(UserError, match="scheduler: user_rules.NoNext lacks next"):
         checked(scheduler={"_target_": f"{user_module}.NoNext"})
-    checked(loss={"_target_": f"{user_module}.marked"})
+    checked(loss=(marked := {"_target_": f"{user_module}.marked"}))
+    assert make("loss", marked).needs_advantage
 
 
 def test_cuda_without_a_gpu_is_refused_with_the_reason(monkeypatch):

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -126,7 +127,7 @@ def test_lines_that_are_no_records_or_were_written_anew_are_left_out(tmp_path):
         (None, "interrupted", State.INTERRUPTED, ""),
         (None, "failed", State.FAILED, "RuntimeError: it broke"),
         (None, None, State.UNFINISHED, "no summary.json, and no process is at it"),
-        (("done", None), "completed", State.COMPLETED, ""),
+        (("failed", None), "completed", State.COMPLETED, ""),  # by hand, after its sweep
         (("failed", "signal\n9\x1b[31m"), None, State.FAILED, "signal 9\N{REPLACEMENT CHARACTER}[31m"),
         (("running", None), "interrupted", State.INTERRUPTED, ""),
         (("skipped", "m > n"), None, State.SKIPPED, "m > n"),
@@ -181,22 +182,24 @@ def test_evaluations_alone_are_shown_side_by_side(tmp_path, capsys):
 def test_columns_are_what_differs_and_a_choice_or_a_typed_word_speaks_for_what_differs_along(tmp_path):
     """Names are no difference."""
     for i, (name, n, slots) in enumerate([("full", 8, None), ("infinite", 16, 16), ("infinite", 16, 32)]):
-        settings = {"n": n, "m": "${n}", "sampler": {"_target_": name} | ({"slots": slots} if slots else {})}
+        settings = {"n": n, "m": "${n}", "sampler": {"_target_": name} | ({"x": slots} if slots else {})}
         names = {"seed": i, "run_dir": f"{i}", "logger": {"name": f"run {i}"}}
         leave(tmp_path / "a" / str(i), settings=settings | names, choices={"sampler": name})
         words = [f"m={n // 2}", f"experiment={name}"]
         leave(tmp_path / "b" / str(i), settings={"n": n, "m": n // 2}, choices={"experiment": name}, words=words)
         if i == 1:
             found = compared(tmp_path / "a")
-            assert (found.columns, found.also) == (("sampler",), ("n", "m", "sampler._target_", "sampler.slots"))
+            assert (found.columns, found.also) == (("sampler",), ("n", "m", "sampler._target_", "sampler.x"))
     found = compared(tmp_path / "a")
-    assert (found.columns, found.arms[-1].label) == (("sampler", "sampler.slots"), "sampler=infinite sampler.slots=32")
+    assert (found.columns, found.arms[-1].label) == (("sampler", "sampler.x"), "sampler=infinite sampler.x=32")
     assert (compared(tmp_path / "b").columns, compared(tmp_path / "b").also) == (("m", "experiment"), ("n",))
 
 
 def test_runs_that_differ_only_in_their_seed_are_one_arm(tmp_path):
+    """And in what was chosen for the memory of their machines."""
     for seed, accuracy in enumerate((0.8, 0.9, 1.0)):
-        leave(tmp_path / str(seed), (0.5, accuracy), settings={"seed": seed})
+        settings = {"seed": seed, "train": {"micro_batch_tokens": 512 * seed}, "sampler": {"slots": seed}}
+        leave(tmp_path / str(seed), (0.5, accuracy), settings=settings, words=["train.micro_batch_tokens=auto"])
     (arm,) = compared(tmp_path).arms
     final = arm.final_accuracy
     for file in tmp_path.glob("[12]/metrics.jsonl"):  # seeds that agree are not certainty: an evaluation's interval
@@ -266,6 +269,9 @@ def test_the_target_is_of_the_highest_accuracy(tmp_path):
         leave(tmp_path / "a" / str(i), accuracies, settings={"n": i})
     comparison = compared(tmp_path / "a")
     assert comparison.target == pytest.approx(0.95 * 0.9)
+    leave(tmp_path / "a" / "other", choices={"task": "easy"})
+    assert compared(tmp_path / "a").target is None, "accuracies of two tasks"
+    shutil.rmtree(tmp_path / "a" / "other")
     leave(tmp_path / "a" / "again", (0.5, 0.6, 0.6), settings={"n": 1, "seed": 1}, seconds_per_step=2.0)
     assert compared(tmp_path / "a").arms[1].reaching(0.6) == [10.0, 20.0]
     assert "10.0 s (1 of 2)" in arm_table(compared(tmp_path / "a", target=0.7)).rows[1]

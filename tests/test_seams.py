@@ -279,9 +279,16 @@ def test_a_vetoed_rollout_counts_nowhere(tmp_path, m):
     assert len(spy.batches[0]) == 3 * m and not any(row.sample == 1 for row in trained)
 
 
-def test_a_rollout_whose_advantage_is_0_is_trained_on(tmp_path):
-    record, _ = ran(tmp_path, correction=WITHOUT, advantage=lambda group, kept: torch.zeros(len(kept)))
-    assert all(row.kept and row.advantage == 0.0 for row in record.examples)
+@pytest.mark.parametrize("number", [0.0, 2.0])
+def test_a_rollout_whose_advantage_is_0_is_trained_on(tmp_path, number):
+    """One per token, whose mean its record has."""
+
+    def equal(group: ScoredGroup, kept: Sequence[int]) -> torch.Tensor:
+        rows = [torch.full((len(group.rollouts[index]),), number) for index in kept]
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+    record, _ = ran(tmp_path, correction=WITHOUT, advantage=equal)
+    assert all(row.kept and row.advantage == number for row in record.examples)
     assert record.metrics["tokens/trained"] == sum(row.length for row in record.examples)
 
 

@@ -85,11 +85,10 @@ def test_a_run_goes_on_with_no_other_task(run: Path) -> None:
 
 def test_a_run_that_was_killed_in_its_first_save_begins_anew(run: Path) -> None:
     shutil.rmtree(run / "checkpoints/step_000001")
-    half = (run / "checkpoints/step_000000").rename(run / "checkpoints/.step_000000.tmp")
+    half = (run / "checkpoints/step_000000").rename("half")
     (half / "COMPLETE").unlink()
-    rows = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     assert "accept_damage=true" in refused("train", "resume=R"), "rows of later steps say that there was a checkpoint"
-    (run / "metrics.jsonl").write_text(rows[0])
+    half.rename(run / "checkpoints/.step_000000.tmp")  # or, with train.checkpoint=lazy, that it is being written
     result = grpo("train", "resume=R")
     assert result.exit_code == 0 and "begins anew" in result.output, result.output
     assert not list(run.glob("checkpoints/.*.tmp"))

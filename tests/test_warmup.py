@@ -118,7 +118,7 @@ def test_a_run_warms_up_and_then_learns_from_rewards_and_resumes_inside(tmp_path
     assert ["reward/mean" in row for row in run] == [False] * 5 + [True] * 2
     assert run[4]["warmup/loss"] < run[1]["warmup/loss"] / 2
     assert [row["optim/lr"] for row in run[1:6]] == [3e-3] * 4 + [1e-3]
-    assert run[1]["rollouts/trained"] == 16 and run[1].get("tokens/generated", 0.0) == 0.0
+    assert run[1]["rollouts/trained"] == 16 and run[1]["tokens/generated"] == 0.0, "a place on the axis of tokens"
     stopped = run_of(tmp_path / "cut", "train.warmup_lr=3e-3")
     own = stopped._step.run
     stopped._step.run = lambda step, progress: own(step, progress) if step < 2 else 1 / 0

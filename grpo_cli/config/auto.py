@@ -18,6 +18,7 @@ _BY_RECIPE = {
     "sampling.max_new_tokens": ("task", "max_new_tokens"),
     **{f"eval.{word}": ("task", f"eval_{word}") for word in ("problems", "every")},
 }
+OF_TASK = {key for key, (part, _) in _BY_RECIPE.items() if part == "task"}
 MAY_BE_AUTO = {"model.dtype", "model.autocast", "train.micro_batch_tokens", *_BY_RECIPE}
 
 

@@ -53,7 +53,8 @@ class Factory:
         call, target = vars(protocol).get("__call__"), self.part["_target_"]
         if call and not isinstance(self.code, type):
             made: Any = partial(self.code, **self.settings)
-            made.needs_reference = bool(getattr(self.code, "needs_reference", False))  # of a loss
+            needs = {name: bool(needed) for name, needed in vars(self.code).items() if name.startswith("needs_")}
+            vars(made).update({"needs_reference": False} | needs)  # of a loss
         else:
             takes = inspect.signature(self.code).parameters
             arguments = {word: value for word, value in (offered or {}).items() if word in takes} | dict(self.settings)

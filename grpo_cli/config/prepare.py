@@ -97,6 +97,8 @@ def conflicts(settings: RunSettings | EvalRunSettings, parts: Factories) -> Iter
         yield "model.lora.dora and model.lora.rslora need adapters: give model.lora.rank=16 or more"
     if model.offload_activations and model.gradient_checkpointing != "full":
         yield "model.offload_activations=true moves what model.gradient_checkpointing=full keeps: give both"
+    if settings.sampling.max_turn_tokens is not None and turns == 1:
+        yield "sampling.max_turn_tokens bounds each reply of several: use sampling.max_new_tokens for a single one"
     for part in parts:
         if turns > 1 and parts.fact(part, "one_turn"):
             yield f"{parts.named(part)} is for replies of one turn, not for task.turns={turns}: use task.turns=1"
@@ -112,6 +114,8 @@ def _of_training(settings: RunSettings, parts: Factories) -> Iterator[str]:
         yield f"m={m} must not be more than n={n}: only {n} rollouts of a prompt are generated"
     elif n == 1 or (m == 1 and settings.parts["advantage"].get("stats_over") == "kept"):
         yield f"n={n} m={m} leaves {parts.named('advantage')} nothing to compare with: take 2 or more"
+    if train.truncated == "zero" and (settings.parts["task"].get("weights") or {}).get("overlong"):
+        yield "train.truncated=zero undoes what task.weights.overlong does to a cut reply: use train.truncated=train"
     if train.minibatches > train.prompts * m:
         yield f"train.minibatches={train.minibatches} must not exceed train.prompts * m, which is {train.prompts * m}"
     if train.warmup == "sft" and train.warmup_steps >= train.steps:

@@ -10,7 +10,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
-from grpo_cli.config.auto import AUTO, MAY_BE_AUTO
+from grpo_cli.config.auto import AUTO, MAY_BE_AUTO, OF_TASK
 from grpo_cli.config.choices import groups_of, read_command
 from grpo_cli.config.overrides import is_package_target, key_of, leaves, value_of
 from grpo_cli.config.trust import refuse_foreign
@@ -86,7 +86,8 @@ def _kept(command: str, record: RunRecord, replaced: Set[str]) -> dict[str, Any]
     if command == "train":
         return {key: config[key] for key in has}
     settings = leaves("", {key: config[key] for key in has - groups})
-    shared = settings.keys() & leaves("", own).keys()
+    of_that_task = OF_TASK - {*map(key_of, record.overrides)} if "task" in replaced else set()
+    shared = (settings.keys() & leaves("", own).keys()) - of_that_task
     return {key: config[key] for key in has & groups} | {key: settings[key] for key in shared}
 
 

@@ -19,8 +19,8 @@ from grpo_cli.config.prepare import Prepared
 from grpo_cli.memory.allocations import LOGITS
 from grpo_cli.memory.out_of_memory import breakdown
 from grpo_cli.memory.plan import MemoryPlan
-from grpo_cli.memory.planner import CHUNK, OFFLOAD, PARK, RECOMPUTE, SLOTS, STATE, TOKENS, Planner, Values, process_size
-from grpo_cli.settings import RunSettings
+from grpo_cli.memory.planner import Planner, Values, process_size
+from grpo_cli.settings import CHUNK, OFFLOAD, PARK, RECOMPUTE, SLOTS, STATE, TOKENS, RunSettings
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import gib, shown
 from grpo_cli.support.memory import free_bytes, resident_bytes, total_bytes

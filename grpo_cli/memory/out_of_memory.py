@@ -12,7 +12,8 @@ from grpo_cli.config.instantiate import Factories
 from grpo_cli.config.prepare import Prepared, conflicts
 from grpo_cli.memory.allocations import ACTIVATIONS, LOGITS
 from grpo_cli.memory.plan import GRADIENTS, KV, OPTIMIZER, REFERENCE, UPDATE, WEIGHTS, WORKSPACE
-from grpo_cli.memory.planner import AS_IT_IS, OFFLOAD, PARK, RECOMPUTE, STATE, Planner, Values, with_values
+from grpo_cli.memory.planner import AS_IT_IS, Planner, Values, with_values
+from grpo_cli.settings import OFFLOAD, PARK, RECOMPUTE, STATE
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import gib
 from grpo_cli.support.memory import held_by_others, is_out_of_memory

@@ -28,14 +28,12 @@ from grpo_cli.memory.shapes import ShapeModel, trained
 from grpo_cli.model.checkpointing import last_states
 from grpo_cli.model.checks import window_of
 from grpo_cli.model.load import TINY, load_model, load_tokenizer, model_config
+from grpo_cli.settings import CHUNK, PARK, SLOTS, STATE, TOKENS
 from grpo_cli.support.extras import installed
 from grpo_cli.support.facts import fact
 from grpo_cli.support.memory import resident_bytes
 
 Values = Mapping[str, Any]  # by dotted key, and choices by group
-TOKENS, CHUNK, SLOTS = "train.micro_batch_tokens", "train.logprob_chunk", "sampler.slots"
-RECOMPUTE, OFFLOAD = "model.gradient_checkpointing", "model.offload_activations"
-PARK, STATE = "optim.park", "optim.offload"
 AS_IT_IS: Values = MappingProxyType({})
 UNLIMITED_TOKENS = 1 << 30
 UNREAD = 256  # tokens of a problem that is not read: as many as the longest of GSM8K have

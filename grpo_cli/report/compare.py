@@ -14,6 +14,7 @@ from functools import cached_property
 from grpo_cli.report.curves import GREEDY, Curve, mean_curve
 from grpo_cli.report.read import Run, State
 from grpo_cli.report.recorded_settings import RecordedSettings, Setting, words
+from grpo_cli.settings import CHOSEN_TO_FIT
 from grpo_cli.support.errors import UserError, closest
 from grpo_cli.support.formatting import shown
 from grpo_cli.support.intervals import student_95
@@ -141,7 +142,7 @@ def compare(
     pairs = zip(arms, found, strict=True)
     bases = tuple(one if one is not arm and one and one.task == arm.task else None for arm, one in pairs)
     target_is = "--target" if target else f"{100 * DEFAULT_TARGET:g}% of the highest"
-    if target is None:
+    if target is None and len({(*arm.task,) for arm in arms}) == 1:
         best = max((value for arm in arms for value in arm.mean_curve.values), default=None)
         target = None if best is None else DEFAULT_TARGET * best
     unknown = tuple(run for run in runs if not run.recorded.known)
@@ -159,8 +160,9 @@ def differences(recorded: Sequence[RecordedSettings]) -> tuple[tuple[str, ...], 
         return len({words(one.settings, keys) for one in recorded})
 
     keys = dict.fromkeys(key for one in recorded for key in one.settings)
-    differing = [key for key in keys if key.partition(".")[0] not in NO_DIFFERENCE and many([key]) > 1]
-    typed = list(dict.fromkeys(key for one in recorded for key in one.typed))
+    typed = dict.fromkeys(key for one in recorded for key in one.typed)
+    counts = (key for key in keys if key in typed or key not in CHOSEN_TO_FIT)
+    differing = [key for key in counts if key.partition(".")[0] not in NO_DIFFERENCE and many([key]) > 1]
     columns = [key for key in typed if key in differing]
     groups = frozenset[str]().union(*(one.groups for one in recorded))
     for key in sorted(differing, key=lambda key: key not in groups):

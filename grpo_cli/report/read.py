@@ -166,9 +166,11 @@ def _state_of(folder: Path, status: Mapping[str, Any], summary: Mapping[str, Any
     if is_held(folder) or (launched == State.RUNNING and is_held(folder.parent)):
         return State.RUNNING, ""
     reason = plain(status.get("reason") or summary.get("error") or "")
+    if ended == State.COMPLETED:  # also by hand, after its sweep
+        return State.COMPLETED, reason
     if launched in (State.WAITING, State.SKIPPED, State.FAILED):
         return State(launched), reason
-    if ended in (State.COMPLETED, State.INTERRUPTED, State.FAILED):
+    if ended in (State.INTERRUPTED, State.FAILED):
         return State(ended), reason
     if not folder.exists():
         return State.WAITING, f"listed in {layout.SWEEP}, not begun"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_cli.runs.record import RunRecord
+from grpo_cli.settings import TOKENS
 from grpo_cli.support.formatting import plain, shown
 
 Setting = str | int | float | bool | None
@@ -45,8 +46,10 @@ def settings_of_record(record: RunRecord) -> RecordedSettings:
     referred = {key: match[1] for key, value in settings.items() if (match := _REFERENCE.fullmatch(str(value)))}
     settings |= {key: settings[other] for key, other in referred.items() if other in settings}
     choices = {plain(group): plain(choice) for group, choice in record.choices.items()}
-    typed = tuple(dict(map(_override, record.overrides)))
-    return RecordedSettings(settings | choices, typed, frozenset(choices), record.command)
+    typed = dict(map(_override, record.overrides))
+    if typed.get(TOKENS) == "auto":
+        del typed[TOKENS]  # it was chosen
+    return RecordedSettings(settings | choices, tuple(typed), frozenset(choices), record.command)
 
 
 def settings_of_overrides(overrides: Sequence[str], command: str) -> RecordedSettings:

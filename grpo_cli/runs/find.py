@@ -38,7 +38,8 @@ def never_saved(run_dir: Path) -> bool:
     """True if a run ended before it had a checkpoint, possibly during its first save, that of step 0."""
     metrics = run_dir / METRICS
     rows = metrics.read_bytes().count(b"\n") if metrics.is_file() else 0
-    return rows <= 1 and all(step_of(p.name) == 0 and not (p / COMPLETE).exists() for p in candidates(run_dir))
+    saving = [step_of(path.name) == 0 and not (path / COMPLETE).exists() for path in candidates(run_dir)]
+    return all(saving) and (rows <= 1 or any(saving))  # with train.checkpoint=lazy steps go on meanwhile
 
 
 def candidates(folder: Path) -> list[Path]:

@@ -59,7 +59,8 @@ def examples(
         if selection is not None:
             why = selection.reasons[index]
             if index in selection.indices:
-                advantage = float(selection.advantages[selection.indices.index(index)].mean())
+                own = selection.advantages[selection.indices.index(index)].reshape(-1)
+                advantage = float(own[: len(group.rollouts[index])].mean())  # the rest is padding
         row = example(task, group, index, kept=not why, reason=why or "kept", advantage=advantage)
         rows.append(_with_tokens(row, group.rollouts[index]) if tokens else row)
     return tuple(rows)

@@ -43,11 +43,11 @@ class TrainedStep:
     sampled: Mapping[str, float]
 
 
-# Counters as metrics, by their names in `metrics.py`: those of every step, and of one with rollouts.
-_COUNTERS = {"optim/skipped_updates": "skipped_updates", "tokens/trained": "trained_tokens"}
-_COUNTERS |= {"rollouts/trained": "trained_rollouts", "clock/train_seconds": "train_seconds"}
-_OF_ROLLOUTS = {"optim/empty_steps": "empty_steps", "tokens/generated": "generated_tokens"}
-_OF_ROLLOUTS |= {"rollouts/generated": "generated_rollouts"}
+# Counters as metrics, by their names in `metrics.py`.
+_COUNTERS = {"optim/skipped_updates": "skipped_updates", "optim/empty_steps": "empty_steps"}
+_COUNTERS |= {"tokens/generated": "generated_tokens", "tokens/trained": "trained_tokens"}
+_COUNTERS |= {"rollouts/generated": "generated_rollouts", "rollouts/trained": "trained_rollouts"}
+_COUNTERS |= {"clock/train_seconds": "train_seconds"}
 _OF_ENGINE = ("decode_steps", "slots", "slot_utilisation", "kv_peak_bytes", "prefill_tokens")
 
 
@@ -79,7 +79,7 @@ def step_metrics(
         **_means(trained.updates),
         **trained.sampled,
         **stats.details,
-        **{name: getattr(progress, counter) for name, counter in (_COUNTERS | _OF_ROLLOUTS).items()},
+        **{name: getattr(progress, counter) for name, counter in _COUNTERS.items()},
         **{f"engine/{name}": getattr(stats, name) for name in _OF_ENGINE},
     }
     return {name: float(value) for name, value in metrics.items()}

@@ -19,7 +19,7 @@ from grpo_cli.support.errors import UserError
 from grpo_cli.support.intervals import mean_interval, pass_at_k, wilson_interval
 from grpo_cli.support.meter import Count, uncounted
 from grpo_cli.tracking.examples import example
-from grpo_cli.types import Example, Finish, Prompt, Request, Rollout, ScoredGroup
+from grpo_cli.types import Example, Finish, Prompt, Rollout, ScoredGroup
 
 
 @dataclass(frozen=True)
@@ -46,20 +46,18 @@ def evaluate(
     """
     certain = replace(sampling, temperature=0.0, top_p=1.0, top_k=0)
     greedy = requests_for(prompts, 1, certain, seed, "eval-greedy", held_out=True)
-    sampled: list[Request] = [] if k < 1 else requests_for(prompts, k, sampling, seed, "eval", held_out=True)
-    rollouts, requests = list[Rollout](), [unstarted(request) for request in (*greedy, *sampled)]
-    for rollout in play(engine, task, requests):
+    sampled = requests_for(prompts, k, sampling, seed, "eval", held_out=True)
+    rollouts, place = list[Rollout](), {prompt.id: number for number, prompt in enumerate(prompts)}
+    requests = sorted((*greedy, *sampled), key=lambda request: place[request.prompt.id])  # so a prompt is held once
+    for rollout in play(engine, task, [*map(unstarted, requests)]):
         rollouts.append(rollout)
         count(len(rollouts), len(requests))
     greedy_groups = _scored(task, prompts, [r for r in rollouts if r.request.sampling.temperature == 0.0])
     metrics = _accuracy("eval/accuracy", greedy_groups) | {"eval/problems": float(len(greedy_groups))}
     metrics["eval/length_mean"] = float(np.mean([len(group.rollouts[0]) for group in greedy_groups]))
     examples = _examples(task, greedy_groups, "greedy")
-    if sampled:
-        groups = _scored(task, prompts, [r for r in rollouts if r.request.sampling.temperature != 0.0])
-        metrics |= _sampled_metrics(groups, k)
-        examples += _examples(task, groups, "sampled")
-    return EvalResult(metrics, tuple(examples))
+    groups = _scored(task, prompts, [r for r in rollouts if r.request.sampling.temperature != 0.0])
+    return EvalResult(metrics | _sampled_metrics(groups, k), (*examples, *_examples(task, groups, "sampled")))
 
 
 def evaluate_with(

@@ -176,6 +176,8 @@ def test_as_many_sequences_begin_as_have_a_block_beside_a_prompt() -> None:
         assert (plan.slots, plan.blocks) == (slots, min(blocks, 4 + 160))
     plan = plan_of(infinite(slots=3), STREAMING)
     assert (plan.blocks, plan.own_blocks) == (4 + 3 * 2, 2), "9 keys each"
+    many = [Request(Prompt(str(i), (3,) * BLOCK, ""), 0, i, Sampling.plain(4 * BLOCK + 1)) for i in range(300)]
+    assert KvPlan.of(layout, infinite(slots=3), DENSE, many, None, 0, pauses=False).blocks == 128 + 3 * 4
     # An evaluation runs as many at a time as a step, or 128.
     assert [full().slots_for(300, per_step) for per_step in (None, 16, 200, 512)] == [128, 128, 200, 300]
 

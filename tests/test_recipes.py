@@ -79,7 +79,8 @@ def test_every_line_with_a_real_model_fits_one_card_of_24_gb_as_the_cookbook_say
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     line = line.replace("model=hf model.path=<folder or hub id>", "model=qwen2_5_0_5b")
     words = [word for word in line.split() if not word.startswith(("task.path=", "task.reward="))]
-    run = prepare(settings_of(*words, f"task.path={file}", "model.autocast=bfloat16"))
+    given = (f"task.path={file}", "task.eval_fraction=0.5", "model.autocast=bfloat16")  # 200 to evaluate on
+    run = prepare(settings_of(*words, *given))
     peak = Planner.of(run, torch.device("cuda")).plan().peak
     assert peak < CARD
     assert float(size) == pytest.approx(peak / 1e9, abs=0.6)

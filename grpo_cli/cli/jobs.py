@@ -81,7 +81,7 @@ def evaluate(command: Command, settings: EvalRunSettings) -> Any:
     print_table(console(), Table(("", "value", "95% interval"), tuple(rows), frozenset({"value"})))
     exam, of = settings.eval, settings.checkpoint or settings.model.path
     sampled = f"; pass@: {exam.k} samples at temperature {exam.temperature:g}, top_p {settings.sampling.top_p:g}"
-    print(f"accuracy: greedy answers of {of}{sampled * (exam.k > 0)}")
+    print(f"accuracy: greedy answers of {of}{sampled}")
     print(f"every answer ({exam.split} split): {settings.run_dir}/{SAMPLES}")
     return metrics["eval/accuracy"]
 

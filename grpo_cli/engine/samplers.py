@@ -84,7 +84,8 @@ class KvPlan:
 
     A sequence takes blocks as it grows, at most `own_blocks`. A prompt of at most `prompt_blocks` is stored once, from
     the start of its first rollout to the end of its last. With `prefix_blocks` every rollout makes a prefix first, for
-    the predictor, and keeps `prefix_blocks` blocks until it continues.
+    the predictor, and keeps `prefix_blocks` blocks until it continues. Prompts that wait are computed again
+    if there are more than LEAST_AT_ONCE and than can run.
     """
 
     layout: KvLayout
@@ -114,8 +115,7 @@ class KvPlan:
         new = max(request.sampling.max_new_tokens for request in requests)
         both = max(lengths[request.prompt.id] + request.sampling.max_new_tokens for request in requests)
         own, prompt, count = blocks_for(sparsity.capacity(new, both)), blocks_for(max(lengths.values())), len(requests)
-        prompts = prompt * len(lengths)
-        slots, all_at_once = sampler.slots_for(count, per_step), prompts + count * own
+        slots, all_at_once = sampler.slots_for(count, per_step), prompt * len(lengths) + count * own
         budget = sampler.budget_for(prompt * layout.block_bytes, own * layout.block_bytes)
         bound = 0 if budget is None else budget // layout.block_bytes
         # One more token is drawn than is fed; a token's key is written in the next step.
@@ -124,5 +124,6 @@ class KvPlan:
         # An evicting sequence soon holds what it may, and so does its slot.
         slots = min(slots, (bound - prompt) // (own if isinstance(sparsity, Budget) else 1)) if bound else slots
         spare = 0 if bound else count * prefix_blocks + slots * own * pauses
-        blocks = min(all_at_once, bound or prompts + slots * own + spare)
+        held = count if prefix_blocks else max(slots * (1 + pauses), LEAST_AT_ONCE)
+        blocks = min(all_at_once, bound or prompt * min(len(lengths), held) + slots * own + spare)
         return cls(layout, slots, blocks, bound > 0, own, prompt, prefix_blocks, spare)

@@ -185,7 +185,8 @@ def _rollouts(model: ShapeModel, step: StepShape, sampler: Sampler, work: Worklo
         some = rows * (1 + step.pauses) + work.rollouts * bool(cache.prefix_blocks)
         made = statistics(policy, layout, some, (cache.own_blocks, cache.prompt_blocks), torch.device("meta"))
         remembered = sum(tensor.nbytes for tensor in made if tensor is not None)
-    prompts = sorted((BLOCK * blocks_for(tokens) for tokens in work.prompts), reverse=True)[:rows]
+    read = work.rollouts if cache.prefix_blocks else rows * (1 + step.pauses)  # requests come prompt by prompt
+    prompts = sorted((BLOCK * blocks_for(tokens) for tokens in work.prompts), reverse=True)[:read]
     begun = kv = cache.blocks * layout.block_bytes
     if model.on_cpu:  # where memory counts once it is written
         own = rows * min(blocks_for(work.longest), cache.own_blocks) + cache.spare_blocks * (not step.pauses)

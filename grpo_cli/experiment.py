@@ -117,12 +117,7 @@ def _load(run: Prepared[Any], weights: ModelSettings) -> Any:
 
 
 def make_engine(
-    settings: RunSettings | EvalRunSettings,
-    parts: Factories,
-    model: Any,
-    eos: tuple[int, ...],
-    pad: int,
-    **more: Any,
+    settings: RunSettings | EvalRunSettings, parts: Factories, model: Any, eos: tuple[int, ...], pad: int, **more: Any
 ) -> Engine:
     """Build the rollout engine with its sampler, scheduler, predictor and sparsity."""
     offered = {"model": model, "eos_token_ids": eos, "pad_token_id": pad, "seed": settings.seed, **more}

@@ -72,12 +72,7 @@ class Sampling(SampleSettings):
     def plain(cls, max_new_tokens: int, temperature: float = 1.0) -> Sampling:
         """The model's own distribution: nothing is truncated, and no string ends a completion."""
         return cls(
-            temperature=temperature,
-            top_p=1.0,
-            top_k=0,
-            max_new_tokens=max_new_tokens,
-            stop=(),
-            max_turn_tokens=None,
+            temperature=temperature, top_p=1.0, top_k=0, max_new_tokens=max_new_tokens, stop=(), max_turn_tokens=None
         )
 
 

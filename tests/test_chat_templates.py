@@ -189,13 +189,7 @@ def test_a_template_that_reads_the_clock_reads_the_same_moment_always(tmp_path: 
     assert first.startswith("26 Jul 2024 00:00:00.000000<|im_start|>")
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ 'x' * 20000000 }}",
-        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    ],
-)
+@pytest.mark.parametrize("template", ["{{ 'x' * 20000000 }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"])
 def test_a_template_that_fails_or_makes_too_much_text_is_refused(template: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="chat template"):
         made(asks(tmp_path, "a", "b"), template)

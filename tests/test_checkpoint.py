@@ -17,16 +17,8 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_cli.runs import layout
-from grpo_cli.runs.checkpoint import (
-    clear_leftovers,
-    damaged,
-    load_state,
-    remove_from,
-    rng_state,
-    save_checkpoint,
-    set_rng_state,
-)
+from grpo_cli.runs import checkpoint, layout
+from grpo_cli.runs.checkpoint import clear_leftovers, damaged, load_state, remove_from, save_checkpoint
 from grpo_cli.runs.find import completed_steps, find_checkpoint, resolve_run
 from grpo_cli.support.errors import UserError
 
@@ -217,11 +209,11 @@ def test_random_states_continue_where_they_were(tmp_path):
     def draw() -> tuple[Any, ...]:
         return torch.rand(3).tolist(), np.random.rand(3).tolist(), np.random.randn(), random.gauss(0, 1)
 
-    before = rng_state()
+    before = checkpoint.rng_state()
     draw()  # leaves half a pair of normal numbers behind, twice: both are part of the state
-    state, expected = rng_state(), draw()
+    state, expected = checkpoint.rng_state(), draw()
     path = save(tmp_path, 1, rng=state)
     draw()
-    set_rng_state(load_state(path)["rng"])
+    checkpoint.set_rng_state(load_state(path)["rng"])
     assert draw() == expected
-    set_rng_state(before)
+    checkpoint.set_rng_state(before)

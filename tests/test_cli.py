@@ -131,8 +131,6 @@ UNKNOWN = {
     "optim.lrr=3": "did you mean optim.lr?",
     "task.weights.format=1": "task=",
     "zzz=3": "not a setting",
-    "lr=1e-5": "did you mean optim.lr?",
-    "num_generations=8": "did you mean n?",
     "actor_rollout_ref.rollout.n=8": "did you mean n?",
     "beta=0.04": "did you mean loss.kl_coef?",
     ".zzz=3": "not a setting",

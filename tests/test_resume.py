@@ -93,10 +93,7 @@ PARTIAL = "collector=partial collector.max_lag=4 sampler=infinite sampler.slots=
 
 @pytest.mark.parametrize(
     ("words", "held"),
-    [
-        pytest.param("", LATER, id="plain"),
-        pytest.param(PARTIAL, DURING, id="partial", marks=pytest.mark.process),
-    ],
+    [pytest.param("", LATER, id="plain"), pytest.param(PARTIAL, DURING, id="partial", marks=pytest.mark.process)],
 )
 def test_kill_9_and_resume_equals_a_run_left_alone(tmp_path, words, held):
     alone = Forked("train", *WORDS, *words.split(), "hydra.run.dir=alone", cwd=tmp_path)

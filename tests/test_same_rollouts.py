@@ -202,11 +202,7 @@ def test_rollouts_are_the_same_whichever_way_they_are_made(policy: str, way: str
 
 @pytest.mark.parametrize(
     ("policy", "threads"),
-    [
-        ("576 wide", 2),
-        ("embedded", 3),
-        pytest.param("rkv, prompt too", 16, marks=pytest.mark.matrix),
-    ],
+    [("576 wide", 2), ("embedded", 3), pytest.param("rkv, prompt too", 16, marks=pytest.mark.matrix)],
     indirect=["threads"],
 )
 def test_so_they_are_with_several_threads(policy: str, threads: int) -> None:

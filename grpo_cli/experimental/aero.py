@@ -64,11 +64,7 @@ def aero(step: StepRollouts, *, more: Annotated[int, Field(ge=1)], most: int | N
 
 @facts(keeps_fewer=True)
 def right_and_some_wrong(
-    group: ScoredGroup,
-    keep: int,
-    rng: np.random.Generator,
-    *,
-    k: Annotated[float, Field(gt=0)],
+    group: ScoredGroup, keep: int, rng: np.random.Generator, *, k: Annotated[float, Field(gt=0)]
 ) -> list[int]:
     """Return all right answers and `k` times as many wrong ones, sampled at random; at most `keep`, often fewer.
 

@@ -20,12 +20,7 @@ from grpo_cli.types import Reward, ScoredGroup
 
 
 def per_part(
-    group: ScoredGroup,
-    kept: Sequence[int],
-    *,
-    weights: Mapping[str, float | int],
-    stats_over: StatsOver,
-    eps: Epsilon,
+    group: ScoredGroup, kept: Sequence[int], *, weights: Mapping[str, float | int], stats_over: StatsOver, eps: Epsilon
 ) -> Float[Tensor, " K"]:
     """The weighted sum over the parts of the reward, each (x - mean) / (std + eps) for itself (as LightningRL does), so
     that a part counts by its weight and not by its scale.

@@ -31,12 +31,7 @@ class Partial(HoldsGroups):
     stops: ClassVar[bool] = True
     resumes: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        *,
-        surplus: Annotated[float, Field(ge=0)],
-        max_lag: Annotated[int, Field(ge=1)],
-    ) -> None:
+    def __init__(self, *, surplus: Annotated[float, Field(ge=0)], max_lag: Annotated[int, Field(ge=1)]) -> None:
         self._surplus, self._max_lag = surplus, max_lag
 
     def at_once(self, n: int, prompts: int) -> int:

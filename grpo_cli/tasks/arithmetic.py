@@ -130,12 +130,7 @@ class Calculator(Arithmetic):
     turn_ends = ("=",)
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        seed: int,
-        *,
-        turns: Annotated[int, Field(ge=2)],
-        **sums: Unpack[SumSettings],
+        self, tokenizer: Tokenizer, seed: int, *, turns: Annotated[int, Field(ge=2)], **sums: Unpack[SumSettings]
     ) -> None:
         super().__init__(tokenizer, seed, weights=None, overlong_tokens=None, **sums)
         self.turns = turns

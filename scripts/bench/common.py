@@ -24,18 +24,15 @@ from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
-import hydra
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from grpo_cli.config.auto import decided
-from grpo_cli.config.choices import ENGINE_PARTS, config_dir
-from grpo_cli.config.compose import read_settings
+from grpo_cli.config import compose
+from grpo_cli.config.choices import ENGINE_PARTS
 from grpo_cli.config.instantiate import Factories
 from grpo_cli.experiment import make_engine
 from grpo_cli.interfaces import Engine
-from grpo_cli.settings import ProfileRunSettings, RunSettings
 from grpo_cli.support.processor import CPUINFO, flush_denormals, set_variables
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,6 +42,7 @@ PACKAGES = ("grpo-cli", "torch", "transformers", "numpy", "hydra-core")
 
 Figures = dict[str, float]
 Turn = Mapping[str, Figures]  # what each arm measured in one round
+settings_of = cache(compose.settings_of)
 
 
 def positive(word: str) -> int:
@@ -81,14 +79,6 @@ def parsed(made: argparse.ArgumentParser, words: Sequence[str] | None, **quick: 
     flush_denormals()
     args.load_before = os.getloadavg()[0]
     return args
-
-
-@cache
-def settings_of(*words: str, command: str = "train") -> RunSettings:
-    """The settings of `grpo <command> <words>`."""
-    with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
-        cfg = hydra.compose(command, ["run_dir=outputs/bench", *words])
-    return decided(read_settings(cfg, ProfileRunSettings if command == "profile" else RunSettings))
 
 
 def engine_of(model: Any, eos: Sequence[int], *words: str, **more: Any) -> Engine:

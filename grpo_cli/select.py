@@ -51,13 +51,13 @@ class Selection:
 def select(
     group: ScoredGroup,
     rejections: Sequence[str],
-    keep: int,
+    keep: int | None,
     rule: Downsample,
     advantage: Advantage,
     rng: np.random.Generator,
     count_rejected: bool,
 ) -> Selection:
-    """Choose `keep` rollouts of a group, fewer if fewer are left, and compute their advantages.
+    """Choose `keep` rollouts of a group, fewer if fewer are left, None: all, and compute their advantages.
 
     `rejections` says of each rollout why it is rejected, empty if it is not. With `count_rejected` the
     rewards of the rejected still belong to the group's statistics (they were sampled from the same policy).
@@ -65,8 +65,7 @@ def select(
     size = len(group.rollouts)
     left = [index for index in range(size) if not rejections[index]]
     baseline = list(range(size)) if count_rejected else left
-    candidates = left if keep < size else baseline
-    chosen = [candidates[place] for place in choose(rule, group.take(candidates), keep, rng)]
+    chosen = baseline if keep is None else [left[place] for place in choose(rule, group.take(left), keep, rng)]
     found = torch.zeros(0)
     if chosen:
         place = {index: at for at, index in enumerate(baseline)}

@@ -152,8 +152,8 @@ class Step:
         for group in groups:
             rng = np.random.default_rng(seed_of(settings.seed, step, group.prompt.id, "downsample"))
             group_reasons, count_rejected = [next(left) for _ in group.rollouts], rules.correction.count_rejected
-            # m = n trains on all, also of a group that is larger than n
-            keep = settings.m if settings.m < settings.n else len(group.rollouts)
+            # m = n trains on all, also of a group that is larger than n; m < n chooses, also of a smaller one
+            keep = settings.m if settings.m < settings.n else None
             selected.append(select(group, group_reasons, keep, rules.downsample, rules.advantage, rng, count_rejected))
         return selected
 

@@ -101,6 +101,7 @@ REFUSED = {
     "train -m resume=sweep hydra.sweep.dir=empty": ("empty holds no sweep",),
     "eval checkpoint=nowhere": ("checkpoint=nowhere holds no",),
     "eval checkpoint=empty": ("checkpoint=empty holds no complete checkpoint",),
+    "eval checkpoint=a,b": ("checkpoint=a,b names several",),
     "eval loss=grpo": ("loss is not a setting",),
     "train -m n=0,1": ("n=0 must be",),
     "train -m n=0,1 hydra/launcher=basic": ("n=0 must be",),

@@ -15,8 +15,11 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from typed import content, done, refused
+
+from grpo_cli.config.compose import composed, settings_from
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT itself asks for it
@@ -74,6 +77,8 @@ def test_transformers_answers_50_of_50_problems_as_the_run_does(
     expected = answers(of, tmp_path / "evaluated")
     assert len(expected) == 50 and generated(tmp_path / "out", list(expected)) == expected
     assert generated(TINY, list(expected)) != expected  # so that it says something
+    task = settings_from(composed("eval", [f"checkpoint={tmp_path / 'out'}", "task=gsm8k"]))
+    assert task.sampling.max_new_tokens == 512, "the task's own, not the embedded model's"
     assert (tmp_path / "out" / "adapter_config.json").exists() == (kind == "run" and not flags)
     assert not {"trainer_state.pt", "COMPLETE"} & {*os.listdir(tmp_path / "out")}
 
@@ -108,8 +113,11 @@ def test_adapters_go_into_a_base_that_has_moved_with_its_chat_template_and_ends_
     (base / "generation_config.json").write_text(json.dumps(penal))
     (base / "README.md").unlink()
     words = ("model=hf", f"model.path={base}", "model.lora.rank=2", "model.eos_tokens=['<eos>','=']", "eval.every=0")
-    done("train", *words, "logger=jsonl", *SHORT, f"hydra.run.dir={tmp_path / 'r'}")
+    done("train", *words, "model.dtype=bfloat16", "logger=jsonl", *SHORT, f"hydra.run.dir={tmp_path / 'r'}")
     base.rename(moved)
+    done("export", tmp_path / "r", tmp_path / "small", "--base", moved)
+    kept = load_file(tmp_path / "small" / "adapter_model.safetensors").values()
+    assert {weight.dtype for weight in kept} == {torch.float32}
     assert f"model.path={base}" in unexported(tmp_path / "r", out, "--merge") and not out.exists()
     done("export", tmp_path / "r", out, "--merge", "--base", moved)
     assert AutoTokenizer.from_pretrained(out).chat_template == tokenizer.chat_template

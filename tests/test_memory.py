@@ -195,6 +195,8 @@ def test_what_is_typed_is_not_chosen_but_for_an_automatic_micro_batch():
     without = chosen(room, typed=frozenset({key}))
     assert key not in without.values and without.plan.peak <= room
     assert fit.TOKENS in fit.choosable(planner(CPU, AUTO), {fit.TOKENS})
+    few = planner(CPU, "collector=partial", "train.prompts=4", "task.train_problems=5").step.rollouts.prompts
+    assert len(few) == 5, "a collector requests no more problems than there are"
 
 
 def test_room_on_a_gpu_is_for_slots_that_nobody_set_and_the_optimizers_state_leaves_it_before_a_run_is_refused():

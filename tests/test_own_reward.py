@@ -121,7 +121,9 @@ def test_parts_are_added_with_their_weights_and_a_number_is_a_part_of_the_functi
     assert dict(reward.parts) == {"correct": 1.0, "easy": easy, "short": 1 / length, "tag_count": 0.25}
     assert reward.total == pytest.approx(2.0 + easy + 10 / length + 0.25)
     right, wrong = judged(make(tmp_path, "match"), [task.prompts("train")[0].answer, "x"])
-    assert (right, wrong.total) == (Reward(1.0, {"match": 1.0}, weights={"match": 1.0}), 0.0)
+    assert (right, wrong.total) == (Reward(1.0, {"match": 1.0}, "match", {"match": 1.0}), 0.0)
+    (formed,) = judged(make(tmp_path, "match", weights={"tag_count": 9.0}), ["<think>x</think>"])
+    assert formed.total > 1 and not formed.solved, "the number alone says what is right"
 
 
 def test_a_function_of_many_sees_all_rollouts_of_a_step(tmp_path: Path) -> None:

@@ -199,7 +199,8 @@ def test_runs_that_differ_only_in_their_seed_are_one_arm(tmp_path):
     """And in what was chosen for the memory of their machines."""
     for seed, accuracy in enumerate((0.8, 0.9, 1.0)):
         settings = {"seed": seed, "train": {"micro_batch_tokens": 512 * seed}, "sampler": {"slots": seed}}
-        leave(tmp_path / str(seed), (0.5, accuracy), settings=settings, words=["train.micro_batch_tokens=auto"])
+        words, chosen = ["train.micro_batch_tokens=auto", "fit=auto"], {"sampler": ("full", "infinite")[seed % 2]}
+        leave(tmp_path / str(seed), (0.5, accuracy), settings=settings | {"fit": "auto"}, choices=chosen, words=words)
     (arm,) = compared(tmp_path).arms
     final = arm.final_accuracy
     for file in tmp_path.glob("[12]/metrics.jsonl"):  # seeds that agree are not certainty: an evaluation's interval
@@ -229,7 +230,8 @@ def test_arms_are_compared_seed_by_seed_with_the_one_that_is_named(tmp_path):
         leave(tmp_path / f"grid/{i}", settings=settings, words=[f"n={n}", f"rule={rule}"][: 1 + i])
     grid = compared(tmp_path / "grid", base="rule=b task.path=x")
     assert grid.bases == (grid.arms[1], None, grid.arms[3], None, None), "the same n; not another task"
-    assert compared(tmp_path / "grid").bases == (None, *[grid.arms[0]] * 3, None)
+    leave(tmp_path / "grid/9", settings={"n": 8, "rule": "a", "task": {"path": "x", "max_terms": 9}})
+    assert compared(tmp_path / "grid").bases == (None, *[grid.arms[0]] * 3, None, None)
 
 
 def test_how_many_times_as_fast_an_arm_is_is_a_geometric_mean_over_the_seeds_that_get_there(tmp_path):

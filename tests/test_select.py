@@ -17,7 +17,7 @@ from grpo_cli.tracking.examples import examples
 GRPO = partial(dr_grpo.dr_grpo, stats_over="kept")
 
 
-def chosen(rewards: tuple[float, ...], rejected: tuple[int, ...], keep: int, count_rejected: bool = True) -> Selection:
+def chosen(rewards: tuple[float, ...], rejected: tuple[int, ...], keep: int | None, count_rejected=True) -> Selection:
     why = ["veto" if i in rejected else "" for i in range(len(rewards))]
     rng = np.random.default_rng(0)
     return select(group(*rewards), why, keep, pods.maxvar, GRPO, rng, count_rejected)
@@ -29,13 +29,14 @@ def test_a_rejected_rollout_is_never_chosen() -> None:
     assert selection.indices == (0, 3)
     assert selection.advantages.tolist() == [-1.5, 1.5]
     assert selection.reasons == ("", NOT_CHOSEN, NOT_CHOSEN, "", "veto")
+    assert chosen((0.0, 2.0, 4.0), rejected=(2,), keep=3).indices == (0, 1), "nor in a group of no more"
 
 
 def test_without_down_sampling_the_rejected_count_or_not() -> None:
-    counted = chosen((0.0, 2.0, 4.0), rejected=(2,), keep=3)
+    counted = chosen((0.0, 2.0, 4.0), rejected=(2,), keep=None)
     assert counted.indices == (0, 1, 2) and counted.advantages.tolist() == [-2.0, 0.0, 2.0]
     assert counted.reasons == ("", "", "veto")
-    left_out = chosen((0.0, 2.0, 4.0), rejected=(2,), keep=3, count_rejected=False)
+    left_out = chosen((0.0, 2.0, 4.0), rejected=(2,), keep=None, count_rejected=False)
     assert left_out.indices == (0, 1) and left_out.advantages.tolist() == [-1.0, 1.0]
     # With down-sampling too, the mean is of the group that counts.
     whole = partial(dr_grpo.dr_grpo, stats_over="group")

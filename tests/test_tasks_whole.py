@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,9 @@ def test_ones_own_file_function_and_stop_strings_train_a_model_that_is_evaluated
     assert {"reward/correct", "reward/words", "reward/level"} <= records(tmp_path / "run" / "metrics.jsonl")[-1].keys()
     ended = [str(row["reply"]) for row in records(tmp_path / "run" / "rollouts.jsonl") if row["finish"] == "stop"]
     assert all(any(letter.isascii() and letter.islower() for letter in reply) for reply in ended)
-    grpo("eval", "checkpoint=run", "eval.problems=1", "hydra.run.dir=again")  # stop strings and function come along
-    for words, count in (((), 8), (("task.eval_fraction=0.25",), 2)):  # all of a file that is named to it
+    shutil.copy("mine.jsonl", "copy.jsonl")  # stop strings and function come along, and what was held out
+    grpo("eval", "checkpoint=run", "task.path=copy.jsonl", "eval.problems=-1", "hydra.run.dir=eval1")
+    assert len(records(tmp_path / "eval1" / "samples.jsonl")) == 2
+    for words, count in (((), 8), (("task.eval_fraction=0.25",), 2), (("eval.split=train",), 7)):  # else all of a file
         grpo("eval", *own, "eval.problems=-1", *words, f"hydra.run.dir=eval{count}")
         assert json.loads((tmp_path / f"eval{count}" / "summary.json").read_text())["problems"] == count

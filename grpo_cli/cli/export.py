@@ -42,11 +42,12 @@ def export(place: Path, target: Path, merge: bool, base: str | None = None, dtyp
         raise UserError(f"{folder} exists and is not an empty folder; name a new one")
     at = at_checkpoint(settings, checkpoint) if base is None else replace(settings, adapter=str(checkpoint))
     with folder_written_atomically(folder) as written:
-        write_model(at, checkpoint, written, merge, _sampling(record), lambda tokenizer: turn_end(tokenizer)[1])
+        kept = dtype or (None if has_adapters(checkpoint) and not merge else settings.dtype)
+        write_model(at, checkpoint, written, merge, kept, _sampling(record), lambda tokenizer: turn_end(tokenizer)[1])
         licence = None if settings.random_init else licence_of(settings.path)
         base = f"{Path(settings.path).resolve().name}{' (it comes with grpo-cli)' * (settings.path == TINY)}"
         facts = {"base": base, "its licence": licence or "unknown: its files do not tell"}
-        facts["weights"] = settings.dtype + (", adapters merged" if merge else "")
+        facts["weights"] = (kept or "float32") + (", adapters merged" if merge else "")
         facts |= {} if record is None else _measured(record, checkpoint)
         rows = [f"| {key} | {plain(value).replace('|', '&#124;')} |" for key, value in facts.items()]
         recipe = ["## Recipe", "", "What was typed:", "", *_recipe(record), ""] if record else []

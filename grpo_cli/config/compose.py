@@ -17,7 +17,7 @@ from grpo_cli.config.choices import choices, config_dir, parts_of, shipped
 from grpo_cli.config.overrides import is_package_target, key_of, leaves
 from grpo_cli.config.read import read
 from grpo_cli.config.recorded import Command, start_of
-from grpo_cli.runs.record import RunRecord
+from grpo_cli.runs.record import RunRecord, digests
 from grpo_cli.settings import EvalRunSettings, ModelSettings, ProfileRunSettings, RunSettings, Settings
 from grpo_cli.support.errors import UserError, gathered, refuse
 from grpo_cli.support.processor import fast_in_bfloat16
@@ -46,11 +46,11 @@ def of_hydra(name: str, cfg: Any, record: RunRecord | None) -> Command:
     """Return the command that Hydra has composed, also as a job of a sweep, over the settings of a recorded run."""
     about, cfg.run_dir = HydraConfig.get(), str(cfg.run_dir)
     keys = {key_of(word) for word in about.overrides.task}
-    if name == "eval" and "task.path" in keys and not keys & {"task.eval_path", "task.eval_fraction", "task._target_"}:
+    is_split = name != "eval" or cfg.eval.split == "train" or keys & {"task.eval_path", "task.eval_fraction"}
+    if "task.path" in keys and "eval_fraction" in cfg.task and not (is_split or "task._target_" in keys):
         # A file that is typed is evaluated whole, unless the run was trained on it.
-        trained = None if record is None else record.config["task"].get("path")
-        is_own = trained is not None and os.path.realpath(str(trained)) == os.path.realpath(str(cfg.task.path))
-        if "eval_fraction" in cfg.task and not is_own:
+        trained = {} if record is None else record.about.get("data", {})
+        if not {*digests([cfg.task.path]).values()} & {*trained.values()}:
             cfg.task.eval_path, cfg.task.eval_fraction = None, 1.0
     chosen = {} if record is None else dict(record.choices)
     chosen |= {str(group): str(choice) for group, choice in about.runtime.choices.items()}

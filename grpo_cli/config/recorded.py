@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from grpo_cli.config.auto import AUTO, MAY_BE_AUTO, OF_TASK
 from grpo_cli.config.choices import groups_of, read_command
-from grpo_cli.config.overrides import is_package_target, key_of, leaves, value_of
+from grpo_cli.config.overrides import is_package_target, key_of, leaves, parsed, value_of
 from grpo_cli.config.trust import refuse_foreign
 from grpo_cli.runs.find import find_checkpoint, never_saved, resolve_run
 from grpo_cli.runs.layout import RUN, step_of
@@ -121,9 +121,12 @@ def _to_resume(place: str, typed: Sequence[str]) -> Start:
 
 
 def _to_evaluate(place: str, typed: Sequence[str]) -> Start:
+    if isinstance(parsed(f"checkpoint={place}"), list):
+        raise UserError(f"checkpoint={place} names several: evaluate one at a time, grpo report outputs/eval shows all")
     weights, record = weights_in(Path(place).expanduser(), f"checkpoint={place}")
     if step_of(weights.name) is not None and record is None and value_of("task", typed) is None:
         raise UserError(f"{weights.parent.parent} has no {RUN} that names the task of checkpoint={place}: type task=")
+    typed = typed if record or value_of("model", typed) else [*typed, "model=hf"]
     return over("eval", record, {"checkpoint": str(weights), **of_the_weights(weights, record)}, typed)
 
 

@@ -28,6 +28,7 @@ from torch import Tensor
 from grpo_cli.interfaces import Runtime
 from grpo_cli.rules.loss import masked_float
 from grpo_cli.support.errors import UserError
+from grpo_cli.tracking.examples import raw_text
 from grpo_cli.types import Batch, LossOutput, ScoredGroup, Totals
 
 Beta = Annotated[float, Field(gt=0, le=1e3)]
@@ -51,14 +52,16 @@ class Optimal:
     def __init__(self, *, beta: Beta, answers: str | None) -> None:
         if answers is None:
             raise UserError(f"advantage=a2po needs advantage.answers=<samples.jsonl>: write it with {WRITE_IT}")
-        self._beta, self._file, self._shares = beta, answers, _shares_in(Path(answers).expanduser())
+        self._beta, self._file = beta, answers
+        self._shares, self._texts = _shares_in(Path(answers).expanduser())
 
     def setup(self, runtime: Runtime) -> None:
-        """Raise UserError for a prompt that the file does not know."""
+        """Raise UserError for a prompt that the file does not know, or of which it has another text."""
         for prompt in runtime.task.prompts("train"):
-            if prompt.id not in self._shares:
+            if self._texts.get(prompt.id) != raw_text(runtime.task, prompt.token_ids):
                 raise UserError(
-                    f"advantage.answers={self._file} has no answer to {prompt.id}: write it with {WRITE_IT}"
+                    f"advantage.answers={self._file} has no answer to this run's {prompt.id}: write it with {WRITE_IT} "
+                    "and this task and seed"
                 )
 
     def __call__(self, group: ScoredGroup, kept: Sequence[int]) -> Float[Tensor, " K"]:
@@ -66,19 +69,21 @@ class Optimal:
         return solved - value(self._shares[group.prompt.id], self._beta)
 
 
-def _shares_in(file: Path) -> dict[str, float]:
-    """Return which share of its sampled answers solved each prompt. UserError for another kind of file."""
-    found: dict[str, list[bool]] = {}
+def _shares_in(file: Path) -> tuple[dict[str, float], dict[str, str]]:
+    """Return which share of its sampled answers solved each prompt, and the prompts. UserError for another kind of
+    file."""
+    found, texts = dict[str, list[bool]](), dict[str, str]()
     try:
         with open(file, encoding="utf-8") as lines:
             for row in map(json.loads, lines):
                 if row["reason"] == "sampled":
                     found.setdefault(str(row["prompt_id"]), []).append(row["solved"] is True)
+                    texts[str(row["prompt_id"])] = row["prompt"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"advantage.answers={file} is no samples.jsonl ({error!r}); {WRITE_IT} writes one") from error
     if not found:
         raise UserError(f"advantage.answers={file} has no sampled answers: write it with {WRITE_IT}")
-    return {problem: sum(solved) / len(solved) for problem, solved in found.items()}
+    return {problem: sum(solved) / len(solved) for problem, solved in found.items()}, texts
 
 
 @dataclass(frozen=True)

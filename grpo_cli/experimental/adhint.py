@@ -59,7 +59,8 @@ class Hint:
         for group in step.score(step.generate((prompt, first) for prompt in step.pick(step.prompts))):
             solution, drawn = self._task.solution(group.prompt), self.noise * step.rng.normal()
             wanted = share(1 - group.solved / first, self.least, self.most, drawn)
-            hint = solution[: int(wanted * len(solution))] if not (self.only_unsolved and group.solved) else ()
+            most = min(int(wanted * len(solution)), step.sampling.max_new_tokens - 1)
+            hint = solution[:most] if not (self.only_unsolved and group.solved) else ()
             shares.append(len(hint) / max(1, len(solution)))
             request = group.rollouts[0].request
             hinted = tuple(begun_with(request, hint, sample, "hint") for sample in range(first, step.n))

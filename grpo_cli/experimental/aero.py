@@ -17,6 +17,7 @@ and baseline; embedded model).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated
 
 import numpy as np
@@ -35,31 +36,40 @@ MOST_FURTHER = 200  # rounds, one after the other
 ROUNDING = 1e-6  # of a sum of weighted parts
 
 
-def aero(step: StepRollouts, *, more: Annotated[int, Field(ge=1)], most: int | None) -> list[ScoredGroup]:
+@dataclass(frozen=True)
+class Aero:
     """`n` rollouts of each prompt, then `more` at a time of those that none has solved, until one does or there are
-    `most` (None: 2n). Each further round waits for its slowest rollout. UserError if `most` is less than `n` or takes
-    too many rounds."""
-    most = 2 * step.n if most is None else most
-    if most < step.n:
-        raise UserError(
-            f"collector.most={most} is less than n={step.n}, with which every problem begins: take "
-            f"collector.most of {step.n} or more, or a smaller n"
-        )
-    if (rounds := -((step.n - most) // more)) > MOST_FURTHER:
-        raise UserError(
-            f"collector.most={most} comes to {rounds} further rounds of collector.more={more} rollouts each, and "
-            f"{MOST_FURTHER} are the most: raise collector.more, or lower collector.most"
-        )
-    left, size, made = list(step.pick(step.prompts)), 0, 0
-    first = len(left) * step.n
-    while left and size < most and not (size and step.at_limit):
-        count = min(more, most - size) if size else step.n
-        size, made = size + count, made + count * len(left)
-        scored = step.score(step.generate((prompt, count) for prompt in left))
-        left = [group.prompt for group in scored if not _right(group, "collector").any()]
-    step.note("later_rounds", 1 - first / made)
-    step.note("unsolved", len(left))
-    return step.score(step.groups)
+    `most` (None: 2n). Each further round waits for its slowest rollout."""
+
+    more: Annotated[int, Field(ge=1)]
+    most: int | None
+
+    def at_once(self, n: int, prompts: int) -> int:
+        return max(n, min(self.more, (self.most or 2 * n) - n)) * prompts
+
+    def __call__(self, step: StepRollouts) -> list[ScoredGroup]:
+        """Raise UserError if `most` is less than `n` or takes too many rounds."""
+        more, most = self.more, 2 * step.n if self.most is None else self.most
+        if most < step.n:
+            raise UserError(
+                f"collector.most={most} is less than n={step.n}, with which every problem begins: take "
+                f"collector.most of {step.n} or more, or a smaller n"
+            )
+        if (rounds := -((step.n - most) // more)) > MOST_FURTHER:
+            raise UserError(
+                f"collector.most={most} comes to {rounds} further rounds of collector.more={more} rollouts each, and "
+                f"{MOST_FURTHER} are the most: raise collector.more, or lower collector.most"
+            )
+        left, size, made = list(step.pick(step.prompts)), 0, 0
+        first = len(left) * step.n
+        while left and size < most and not (size and step.at_limit):
+            count = min(more, most - size) if size else step.n
+            size, made = size + count, made + count * len(left)
+            scored = step.score(step.generate((prompt, count) for prompt in left))
+            left = [group.prompt for group in scored if not _right(group, "collector").any()]
+        step.note("later_rounds", 1 - first / made)
+        step.note("unsolved", len(left))
+        return step.score(step.groups)
 
 
 @facts(keeps_fewer=True)

@@ -86,7 +86,7 @@ def _checked(row: Any, text: Any, ends: Sequence[int]) -> dict[str, Any]:
 
 
 def _texts(task: Any, prompt: Prompt) -> list[str]:
-    return [write(prompt.token_ids) for write in (getattr(task, "written", task.text), task.text)]
+    return [write(prompt.token_ids) for write in (getattr(task, "raw_text", task.text), task.text)]
 
 
 def _group(prompt: Prompt, rows: Sequence[dict[str, Any]], step: StepRollouts) -> ScoredGroup:

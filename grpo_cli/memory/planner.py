@@ -170,8 +170,8 @@ def _workloads(run: Prepared[Any]) -> tuple[Workload, Workload | None]:
         # Without its warnings, which the run itself gives.
         offered = {"tokenizer": tokenizer, "seed": settings.seed, "max_prompt_tokens": 1 << 20, "warn": str}
         task = make("task", settings.parts["task"], offered)
-        held_out = task.prompts("eval")
-        picked = Epochs(task.prompts("train"), settings.train.prompts, settings.seed).pick(0, count, frozenset())
+        train, held_out = task.prompts("train"), task.prompts("eval")
+        picked = Epochs(train, settings.train.prompts, settings.seed).pick(0, min(count, len(train)), frozenset())
         asked = [len(prompt.token_ids) for prompt in picked]
         examined = [len(held_out[i].token_ids) for i in range(min(settings.eval.problems, len(held_out)))]
 

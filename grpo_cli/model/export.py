@@ -34,12 +34,13 @@ def write_model(
     checkpoint: Path,
     folder: Path,
     merge: bool,
+    dtype: str | None,
     sampling: Mapping[str, Any],
     turn_end: Callable[[Any], int | None],
 ) -> None:
     """Write the model of a checkpoint, its tokenizer and a generation config to `folder`. `settings` load it
-    (`at_checkpoint`); with `merge` adapters become part of the base's weights. `turn_end` returns the token by which a
-    tokenizer's chat template ends a turn.
+    (`at_checkpoint`); with `merge` adapters become part of the base's weights. What is written has a
+    `dtype`, None: as it is. `turn_end` returns the token by which a tokenizer's chat template ends a turn.
 
     Adapters that were trained on 4-bit or 8-bit weights are merged into the unquantised ones, and the result rounds
     differently from what was trained. UserError if there is nothing to merge, and for a base that is unavailable or
@@ -57,7 +58,7 @@ def write_model(
         model = merge_adapters(model)
     elif adapted:  # the path that was written down may be of another machine
         model.active_peft_config.base_model_name_or_path = str(source_of(settings.path))
-    save_pretrained(model.to(getattr(torch, settings.dtype)), tokenizer, folder)
+    save_pretrained(model if dtype is None else model.to(getattr(torch, dtype)), tokenizer, folder)
     ends = {"eos_token_id": list(eos), "pad_token_id": pad_token_id(tokenizer, eos)}
     GenerationConfig(**ends, **sampling).save_pretrained(folder)  # not the base's penalties, which no rollout had
 

@@ -6,8 +6,9 @@ Only completed runs are averaged. The others are listed, with state and reason.
 from __future__ import annotations
 
 import math
+import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -22,7 +23,8 @@ from grpo_cli.support.intervals import student_95
 # Settings that name a run or its folder and change no measurement, and the seed, which is averaged over.
 NO_DIFFERENCE = ("seed", "run_dir", "resume", "accept_damage", "logger", "hydra")
 DEFAULT_TARGET = 0.95  # of the best arm's best mean accuracy
-TASK = ("task", "task.path", "task.eval_path")  # what says which problems are held out
+# What decides which problems are held out.
+_PROBLEMS = re.compile(r"task(\.(path|name|config\b.*|eval_\w+|(min|max)_\w+))?")
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,9 @@ class Arm:
     others: tuple[Run, ...]
 
     @property
-    def task(self) -> list[Setting]:
-        return [(*self.runs, *self.others)[0].recorded.settings.get(key) for key in TASK]
+    def task(self) -> Set[tuple[str, Setting]]:
+        settings = (*self.runs, *self.others)[0].recorded.settings
+        return frozenset((key, value) for key, value in settings.items() if _PROBLEMS.fullmatch(key))
 
     @cached_property
     def curves(self) -> list[Curve]:
@@ -142,7 +145,7 @@ def compare(
     pairs = zip(arms, found, strict=True)
     bases = tuple(one if one is not arm and one and one.task == arm.task else None for arm, one in pairs)
     target_is = "--target" if target else f"{100 * DEFAULT_TARGET:g}% of the highest"
-    if target is None and len({(*arm.task,) for arm in arms}) == 1:
+    if target is None and len({arm.task for arm in arms}) == 1:
         best = max((value for arm in arms for value in arm.mean_curve.values), default=None)
         target = None if best is None else DEFAULT_TARGET * best
     unknown = tuple(run for run in runs if not run.recorded.known)
@@ -161,7 +164,9 @@ def differences(recorded: Sequence[RecordedSettings]) -> tuple[tuple[str, ...], 
 
     keys = dict.fromkeys(key for one in recorded for key in one.settings)
     typed = dict.fromkeys(key for one in recorded for key in one.typed)
-    counts = (key for key in keys if key in typed or key not in CHOSEN_TO_FIT)
+    fitted = any(one.settings.get("fit", "none") != "none" for one in recorded)  # the sampler too
+    chosen = CHOSEN_TO_FIT | ({"sampler", "sampler._target_", "sampler.kv_budget"} if fitted else set())
+    counts = (key for key in keys if key in typed or key not in chosen)
     differing = [key for key in counts if key.partition(".")[0] not in NO_DIFFERENCE and many([key]) > 1]
     columns = [key for key in typed if key in differing]
     groups = frozenset[str]().union(*(one.groups for one in recorded))

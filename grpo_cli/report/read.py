@@ -110,10 +110,11 @@ def jobs_of(sweep: Path) -> dict[Path, Sequence[str]]:
     jobs: dict[Path, Sequence[str]] = {}
     listed = _object(sweep / layout.SWEEP, []).get("jobs")
     for job in listed if isinstance(listed, list) else []:
-        # By its last part, so that a sweep that was moved is found as well.
-        name = Path(str(job.get("folder", ""))).name if isinstance(job, dict) else ""
-        if name and name != "..":
-            jobs[sweep / name] = _words(job.get("overrides"))
+        place = Path(str(job.get("folder", ""))) if isinstance(job, dict) else Path()
+        if place.is_absolute() or ".." in place.parts:  # of a sweep that was moved
+            place = Path(place.name)
+        if place.name not in ("", ".."):
+            jobs[sweep / place] = _words(job.get("overrides"))
     return jobs
 
 

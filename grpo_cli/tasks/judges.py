@@ -114,7 +114,7 @@ class Weighing:
         length = {OVERLONG: overlong} if OVERLONG in self._weights else {}
         if self._main is None:
             self._check(parts, form | length)
-        answer_part = self._main or "correct"
+        answer_part = self._main or (next(iter(parts)) if len(parts) == 1 else "correct")
         rewarded = {self._main: "correct"} if self._main else {name: name for name in parts}
         weights = {part: self._weights.get(name, 1.0) for part, name in rewarded.items()}
         counts = self._formats_on == "all" or parts[answer_part] < 1

@@ -15,6 +15,7 @@ from grpo_cli.config.compose import settings_of
 from grpo_cli.config.prepare import prepare
 from grpo_cli.experiment import build, evaluate_model
 from grpo_cli.runs.layout import METRICS
+from grpo_cli.support.errors import UserError
 
 CHOICES = sorted(f"{file.parent.name}={file.stem}" for file in EXPERIMENTAL.glob("*/[!_]*.yaml"))
 SMALL = "train.steps=2 train.prompts=4 task.train_problems=16 n=4 m=4 eval.every=0 eval.problems=2".split()
@@ -69,6 +70,8 @@ def test_answers_from_before_training_are_what_a2po_learns_by(tmp_path):
     evaluate_model(prepare(composed(*asked, command="eval")))
     words = ["advantage=a2po", "loss=a2po", f"advantage.answers={tmp_path / 'before' / 'samples.jsonl'}", *small]
     assert build(settings_of(*SMALL, *words, f"run_dir={tmp_path / 'run'}")).fit()["step"] == 2
+    with pytest.raises(UserError, match="no answer to this run's"):
+        build(settings_of(*SMALL, *words, "seed=1", f"run_dir={tmp_path / 'other'}"))
 
 
 def test_the_core_neither_imports_what_is_experimental_nor_names_its_choices():

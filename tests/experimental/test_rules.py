@@ -71,7 +71,7 @@ def test_a_part_counts_by_its_weight_and_not_by_its_scale():
 def test_an_advantage_is_solved_or_not_less_the_value_whatever_the_reward_says(tmp_path):
     """Half of the sampled answers were right: at beta 0.5 the value is 0.5 log((1 + e^2) / 2)."""
     answers = [("sampled", True), ("sampled", False), ("greedy", True)]
-    rows = [{"prompt_id": "p", "sample": 0, "reason": reason, "solved": solved} for reason, solved in answers]
+    rows = [{"prompt_id": "p", "prompt": "1=", "reason": reason, "solved": solved} for reason, solved in answers]
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     rewards = [Reward(0.3, {"correct": 1.0}), Reward(0.9, {"correct": 0.0})]
     rule, wanted = made.advantage("a2po", answers=str(tmp_path / "samples.jsonl")), 0.5 * math.log((1 + math.e**2) / 2)
@@ -107,7 +107,8 @@ def test_rollouts_are_made_two_at_a_time_until_the_first_success_or_the_bound():
     solves = {"p0": 0, "p1": 5, "p2": 8, "p3": 99}
     bank = Scripted(lambda r: r.sample == solves[r.prompt.id])
     collection = collection_of(bank, InOrder([Prompt(name, (0,), "") for name in solves]), n=4, prompts=4)
-    groups = collection.run(make("collector", made.part("collector", "aero", most=9)))
+    groups = collection.run(rule := make("collector", made.part("collector", "aero", most=9)))
+    assert (rule.at_once(4, 4), replace(rule, more=9).at_once(4, 4)) == (16, 20)
     metrics = collection.metrics()
     assert [len(group.rollouts) for group in groups] == [4, 6, 9, 9]
     asked = [Counter(request.prompt.id for request in requests) for requests in bank.rounds]

@@ -68,7 +68,7 @@ def evaluate_with(
     split: str = "eval",
     count: Count = uncounted,
 ) -> EvalResult:
-    """Evaluate as `settings` says: its problems (-1: the whole split), sampled at its temperature."""
+    """Evaluate by `settings`: its problems (-1: the whole split), sampled at its temperature."""
     prompts, at = _prompts_of(runtime.task, settings, split), sampling.at(settings.temperature)
     return evaluate(runtime.engine, runtime.task, prompts, at, settings.k, seed, count)
 

@@ -1,6 +1,6 @@
 """The record of each prompt in a run: for each visit, how many rollouts it had and how many solved it.
 
-Kept by every run, and part of its checkpoint. Two rules may read one history differently: the caller says
+Kept by every run, and part of its checkpoint. Two rules may read one history differently: the caller sets
 how visits are weighted.
 """
 

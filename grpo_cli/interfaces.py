@@ -106,7 +106,7 @@ class Stateful(Protocol):
 
 @runtime_checkable
 class Engine(Stateful, Protocol):
-    """Makes rollouts. Each request comes back exactly once, in order of finishing."""
+    """Rollouts of requests, each returned exactly once, in order of finishing."""
 
     reads_stop_strings: bool  # a rollout ends at one of `sampling.stop`; if not, stop strings are refused
 

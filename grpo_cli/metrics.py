@@ -129,8 +129,7 @@ METRICS: Mapping[str, str] = {
 
 
 def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Compute metrics of all the step's rollouts, before selection. A step that made none has no means, which would say
-    something of a policy that was not sampled."""
+    """Compute metrics of all the step's rollouts, before selection. A step without rollouts has no means."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     if not rollouts:
         return {"group/mixed": 0.0}

@@ -59,7 +59,7 @@ def select(
 ) -> Selection:
     """Choose `keep` rollouts of a group, fewer if fewer are left, None: all, and compute their advantages.
 
-    `rejections` says of each rollout why it is rejected, empty if it is not. With `count_rejected` the
+    `rejections` has each rollout's reason of rejection, empty without. With `count_rejected` the
     rewards of the rejected still belong to the group's statistics (they were sampled from the same policy).
     """
     size = len(group.rollouts)

@@ -164,8 +164,8 @@ LARGEST_REWARD = 2.0**53
 class Reward:
     """A rollout's reward. `total` is trained on; `parts` are logged, each by its name.
 
-    `weights` says how much each part counts in the total; a part it does not name is only logged. Empty: not known. One
-    that is not `judged`, as its judge has failed, says nothing of its rollout, which is not trained on.
+    `weights` has each part's weight in the total; a part without one is only logged. Empty: not known. A reward is not
+    `judged` where its judge has failed; its rollout is not trained on.
     Evaluation counts an answer as right whose part `answer_part` is at least 1, or the total where there is no such
     part.
     """
@@ -294,7 +294,7 @@ class Verdict:
     """The result of a correction of a batch.
 
     `weights` have no gradient and are 0 where nothing is trained, `mask` holds the tokens left to train on, and
-    `reasons` says why a row adds nothing to the policy loss; it is empty for a row that does.
+    `reasons` are those of rows that add nothing to the policy loss, empty for others.
     """
 
     weights: Float[Tensor, "N"]
@@ -361,7 +361,7 @@ class Example:
     environment: tuple[tuple[int, int], ...] | None = None
 
     def row(self) -> dict[str, Any]:
-        """Return the dictionary that is written; tokens are included only if they were asked for."""
+        """Return the dictionary that is written, with tokens only if they were requested."""
         return {name: value for name, value in vars(self).items() if value is not None or name not in _MAY_LACK}
 
 

@@ -171,7 +171,7 @@ def judge() -> Iterator[MathJudge]:
     pytest.importorskip("math_verify")
     judge = MathJudge("correct", 4.0, 2)
     yield judge
-    judge.close()
+    judge._workers.close()
 
 
 def judged(judge: MathJudge, *pairs: tuple[str, str]) -> list[dict[str, float]]:
@@ -193,7 +193,7 @@ def test_who_hangs_is_a_counted_zero_within_the_limit_and_asked_once(judge: Math
     parts = judged(judge, *pairs)
     assert [p["over_limit"] for p in parts] == [1.0, 0.0, 1.0, 0.0] * 3
     assert [p["correct"] for p in parts] == [0.0, 1.0, 0.0, 0.0] * 3
-    judge.close()
+    judge._workers.close()
     assert judged(judge, *pairs) == parts  # remembered: no worker is started
     assert not any(worker._process for worker in judge._workers._workers)
 

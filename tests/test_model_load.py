@@ -262,7 +262,7 @@ def test_a_merged_model_has_the_logits_of_its_adapters(kind, tied, tmp_path):
     base = make_folder(tmp_path / "base", "llama", tie=tied, hidden=16, attention_bias=kind == "bias")
     expected = adapted(base, tmp_path / "ad", **KINDS[kind])
     words = settings(base, adapter=str(tmp_path / "ad"), lora=made.lora())
-    write_model(words, tmp_path / "ad", tmp_path / "out", True, {}, lambda tokenizer: None)
+    write_model(words, tmp_path / "ad", tmp_path / "out", True, None, {}, lambda tokenizer: None)
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     torch.testing.assert_close(logits(found), logits(expected), atol=2e-4, rtol=0)
     assert not torch.allclose(logits(found), logits(AutoModelForCausalLM.from_pretrained(base)), atol=1e-2)
@@ -280,7 +280,7 @@ def test_adapters_bring_their_tokenizer_and_chat_template(tmp_path):
     theirs.eos_token, theirs.chat_template = "<|endoftext|>", "{{ messages[0].content }}"
     theirs.save_pretrained(tmp_path / "ad")
     for merge in (False, True):
-        write_model(words, tmp_path / "ad", tmp_path / f"out{merge}", merge, {}, lambda tokenizer: None)
+        write_model(words, tmp_path / "ad", tmp_path / f"out{merge}", merge, None, {}, lambda tokenizer: None)
         found = AutoTokenizer.from_pretrained(tmp_path / f"out{merge}")
         assert (found.eos_token, found.chat_template) == (theirs.eos_token, theirs.chat_template)
 
@@ -291,5 +291,5 @@ def test_adapters_that_a_layer_passes_by_are_not_merged(tmp_path):
     adapted(base, tmp_path / "ad", target_modules=["dt_proj"])
     words = settings(base, adapter=str(tmp_path / "ad"), lora=made.lora())
     with pytest.raises(UserError, match="compute other logits"):
-        write_model(words, tmp_path / "ad", tmp_path / "out", True, {}, lambda tokenizer: None)
+        write_model(words, tmp_path / "ad", tmp_path / "out", True, None, {}, lambda tokenizer: None)
     assert not (tmp_path / "out").exists()

@@ -20,7 +20,7 @@ from grpo_cli.collect.stored import from_plain, to_plain
 from grpo_cli.engine.sampling import uniforms
 from grpo_cli.engine.scheduling import Fifo, Lpt, Sjf
 from grpo_cli.interfaces import StepRollouts
-from grpo_cli.methods.april import Partial, _lag
+from grpo_cli.methods.april import Partial, lag
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import ENVIRONMENT, EngineStats, Finish, Group, Prompt, Request, Reward, Rollout, ScoredGroup, Span
@@ -74,7 +74,7 @@ def test_a_group_comes_back_from_plain_values_as_it_was() -> None:
     partial = Rollout(request, (7, 8, 9, 7), (-0.1, 0.0, 0.0, -0.3), Finish.PARTIAL, turns)
     group = Group(request.prompt, (partial, unstarted(replace(request, sample=5))))
     assert from_plain(to_plain(group)) == group and not group.whole
-    assert _lag(group, 6) == 2, "of tokens that were sampled"
+    assert lag(group, 6) == 2, "of tokens that were sampled"
     unjudged = scored(1.0, Reward(0.0, judged=False))
     assert from_plain(to_plain(unjudged)) == unjudged and not step_of(Drawn(), 0).differs(unjudged)
 

@@ -186,7 +186,7 @@ def _ending(request: Request, task: Dialogue) -> Request:
 
 
 def _one_turn_of(request: Request) -> Request:
-    """Return the request for one turn, for an engine that does not know turns."""
+    """Return the request for one turn, for an engine without turns."""
     sampling = request.sampling
     if sampling.max_turn_tokens is None:
         return request

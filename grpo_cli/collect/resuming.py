@@ -58,13 +58,19 @@ def without_limit(made: Rollout, before: Rollout) -> Rollout:
 
 def joined(partial: Rollout, rest: Rollout, version: int) -> Rollout:
     """Join a partial rollout and its continuation by weights of `version`, under the first request; still partial if
-    the continuation is."""
+    the continuation is. An engine does not set versions."""
+    spans = list(partial.spans)
+    for span in rest.spans or (Span(version, len(rest)),) * (len(rest) > 0):
+        which, count = (span.version if span.version == ENVIRONMENT else version), span.count
+        if spans and spans[-1].version == which:
+            count += spans.pop().count
+        spans.append(Span(which, count))
     return Rollout(
         request=partial.request,
         token_ids=partial.token_ids + rest.token_ids,
         sampler_logprobs=partial.sampler_logprobs + rest.sampler_logprobs,
         finish=rest.finish,
-        spans=_longer(partial.spans, version, rest),
+        spans=tuple(spans),
     )
 
 
@@ -77,14 +83,3 @@ def with_observation(episode: Rollout, reply: Sequence[int]) -> Rollout:
         finish=Finish.PARTIAL,
         spans=(*episode.spans, Span(ENVIRONMENT, len(reply))),
     )
-
-
-def _longer(spans: tuple[Span, ...], version: int, rest: Rollout) -> tuple[Span, ...]:
-    """Append the versions of the rest, which an engine does not know."""
-    longer = list(spans)
-    for span in rest.spans or (Span(version, len(rest)),) * (len(rest) > 0):
-        which, count = (span.version if span.version == ENVIRONMENT else version), span.count
-        if longer and longer[-1].version == which:
-            count += longer.pop().count
-        longer.append(Span(which, count))
-    return tuple(longer)

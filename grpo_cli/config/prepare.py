@@ -87,7 +87,7 @@ def pick_device(word: str) -> torch.device:
 
 
 def conflicts(settings: RunSettings | EvalRunSettings, parts: Factories) -> Iterator[str]:
-    """Yield a message for each combination that would silently ruin a run or do less than it says."""
+    """Yield a message for each combination that would silently ruin a run or ignore a setting."""
     model, turns = settings.model, settings.parts["task"].get("turns") or 1
     if model.quantize != "none" and not model.adapted:
         yield f"model.quantize={model.quantize} freezes all weights: give adapters to train, such as model.lora.rank=64"

@@ -30,7 +30,7 @@ def paged_attention(backend: str, rows: Rows, cache: PagedCache, scale: float, n
 
 
 def reference(rows: Rows, cache: PagedCache, scale: float, note: Note | None = None) -> Attention:
-    """Attention in PyTorch's operations; scores are in float32 at least."""
+    """Return attention by PyTorch's operations, scores at least float32."""
     blocks, own = torch.cat([rows.prompt, rows.own], dim=1), BLOCK * rows.prompt.shape[1]
     place = torch.arange(BLOCK * blocks.shape[1], device=blocks.device)
     hidden = torch.where(place < own, place >= rows.seen[:, None], place - own > rows.held[:, None])[:, None, None]

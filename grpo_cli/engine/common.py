@@ -58,7 +58,7 @@ class SequenceEngine:
         return self._stats
 
     def update_weights(self) -> None:
-        """Nothing to do: the modules are the trainer's."""
+        """Do nothing: the modules are the trainer's."""
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return what a resumed run continues from bit for bit."""

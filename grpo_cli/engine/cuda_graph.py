@@ -24,7 +24,7 @@ Capture = Callable[[Callable[[], StepOutput]], tuple[StepOutput, Callable[[], St
 
 
 class GraphedSteps:
-    """Runs a step, captured when its shape occurs again: capturing costs about three launched steps."""
+    """Steps, each captured when its shape occurs again: capturing costs about three launched steps."""
 
     def __init__(self, capture: Capture) -> None:
         self._capture, self._seen = capture, Counter[Hashable]()
@@ -67,7 +67,7 @@ def _stream() -> Any:
 
 
 class CudaGraphs:
-    """Records the kernels that a function launches; every replay overwrites its results in place.
+    """A recorder of the kernels that a function launches; every replay overwrites its results.
 
     All graphs of one object share one memory pool, as large as the largest needs. So a replay may overwrite the results
     of another graph: read them first.

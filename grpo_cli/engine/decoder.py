@@ -46,7 +46,7 @@ TILE = 16  # prompts are padded to a multiple of this number of tokens, so that 
 
 @dataclass(frozen=True)
 class Padding:
-    """Products are padded to at least `least` rows and a multiple of `rows`: `determinism.py` finds the numbers with
+    """Padding of products to at least `least` rows and a multiple of `rows`: `determinism.py` finds the numbers with
     which a row's bits do not depend on its batch."""
 
     rows: int = 1
@@ -63,7 +63,7 @@ class Padding:
 
 @dataclass(frozen=True)
 class Decoder:
-    """Runs the layers of a supported causal language model (`of`), `prepared` for a generation.
+    """The layers of a supported causal language model (`of`), `prepared` for a generation.
 
     padding     of products
     may_pack    multiply by packed copies of a large model's weights, on a CPU
@@ -147,8 +147,8 @@ class Decoder:
         return self.may_pack and self.device.type == "cpu" and not (self.compiled or self._is_small)
 
     def prepared(self, needs_received: bool = False) -> Decoder:
-        """Return it for one generation: with weights in the precision of its products, and with the fastest attention
-        that this device has; `needs_received`: it returns the attention that keys receive, too.
+        """Return a decoder for one generation: weights in the precision of its products, and the fastest attention
+        of this device; `needs_received`: one that also returns the attention that keys receive.
 
         Autocast would cast every weight again in every step, as it caches none under `inference_mode`. Weights of a
         small model on a CPU are joined, where a call takes as long as its product.
@@ -182,7 +182,7 @@ class Decoder:
         received: list[Tensor] = []
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            # Right padding under a causal mask: no real token ever sees a padding one.
+            # Right padding under a causal mask: no real token attends to padding.
             q, k, v = (t.view(count, width, -1, dim).transpose(1, 2) for t in (q, k, v))
             keys.append(k)
             values.append(v)
@@ -208,8 +208,8 @@ class Decoder:
         attend: Callable[[int, Tensor, Tensor, Tensor], Tensor],
         functions: Functions,
     ) -> Float[Tensor, "N H"]:
-        """Run the blocks over a flat run of tokens; `attend` gets rotated q, k, v as [N, heads, dim], without padding
-        rows, and returns [N, heads * dim]."""
+        """Run the blocks over a flat run of tokens; `attend` maps rotated q, k, v, [N, heads, dim] without padding
+        rows, to [N, heads * dim]."""
         count, dtype = tokens.shape[0], self.precision
         total = max(self.padding.padded_rows(count), bucket(count) if isinstance(functions, Compiled) else 0)
         hidden, delta = _to(self.model.model.embed_tokens(tokens), total), None

@@ -136,9 +136,9 @@ def statistics(
 
 
 class Evictor:
-    """Cuts a sequence down to `budget` keys whenever it holds `budget + buffer`, in all layers and heads at once.
+    """Eviction down to `budget` keys once a sequence holds `budget + buffer`, in all layers and heads at once.
 
-    When depends only on its own length, so neighbours change nothing. Temporary copies are of a few sequences at a
+    The moment depends only on its own length, not on neighbours. Temporary copies are of a few sequences at a
     time: at most one layer's share of all slots. Statistics are kept of `slots` sequences at a time; each is a tensor
     [layers, slots, ...].
     """

@@ -110,8 +110,9 @@ class Weights:
 
     def _product(self, bases: Sequence[nn.Linear], adapters: Sequence[Sequence[Adapter]]) -> Product:
         weights = [base.weight.detach().to(self.dtype) for base in bases]
-        if self._merges:
-            weights = [_merged(weight, own) for weight, own in zip(weights, adapters, strict=True)]
+        for place, own in enumerate(adapters if self._merges else ()):
+            for down, up, scale in own:
+                weights[place] = torch.addmm(weights[place], up.detach(), down.detach(), alpha=scale)
         biases: list[Tensor] = []
         if any(base.bias is not None for base in bases):
             nothing = [weight.new_zeros(len(weight)) for weight in weights]
@@ -161,12 +162,6 @@ def has_packed(dtype: torch.dtype) -> bool:
     return has and (dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def _merged(weight: Tensor, adapters: Sequence[Adapter]) -> Tensor:
-    for down, up, scale in adapters:
-        weight = torch.addmm(weight, up.detach(), down.detach(), alpha=scale)
-    return weight
-
-
 def _joined(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
@@ -212,7 +207,7 @@ def is_plain(part: Any) -> bool:
 
 @dataclass(frozen=True)
 class Norm:
-    """Computes what an RMS norm's module computes, with the same rounding, in fewer calls."""
+    """An RMS norm with the rounding of its module, in fewer calls."""
 
     weight: Tensor
     epsilon: float
@@ -260,7 +255,7 @@ class Functions:
     def rotate(
         self, q: Tensor, k: Tensor, cos: Float[Tensor, "N 1 D"], sin: Float[Tensor, "N 1 D"], dtype: torch.dtype
     ) -> Sequence[Tensor]:
-        """Rotary position embedding, halves convention (as in all supported families); `sin` carries the sign."""
+        """Apply a rotary embedding, halves convention (as in all supported families); `sin` has the sign."""
         x = torch.cat([q, k], dim=1)
         x = torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin).to(dtype)
         return x.split([q.shape[1], k.shape[1]], 1)

@@ -19,7 +19,7 @@ from grpo_cli.types import Request, Rollout
 
 @runtime_checkable
 class Predictor(Protocol):
-    """Predicts how many tokens follow a request's first `prefix_tokens`, and learns from finished rollouts."""
+    """A predictor of the tokens after a request's first `prefix_tokens`; it learns from finished rollouts."""
 
     @property
     def prefix_tokens(self) -> int:
@@ -42,7 +42,7 @@ class Predictor(Protocol):
 
 
 class NoPredictor:
-    """Predicts nothing."""
+    """No prediction."""
 
     prefix_tokens = 0
 
@@ -99,7 +99,7 @@ class MeanLength:
 
 
 class PrefixHead:
-    """Predicts the remaining length from the policy's own hidden state after the first `prefix_tokens` tokens.
+    """The remaining length by the policy's own hidden state after the first `prefix_tokens` tokens.
 
     A ridge regression on that state and the prompt's length predicts log(1 + remaining). (The public code of Infinite
     Sampling has a BERT over the first tokens' text.) It is refitted after each `generate`, in some 20 milliseconds,
@@ -130,7 +130,7 @@ class PrefixHead:
         return [float(tokens) for tokens in np.clip(remaining, 1.0, limits)]
 
     def learn(self, finished: Sequence[Rollout], hidden: Float[Tensor, "R H"] | None) -> None:
-        """`hidden` has one row per rollout of `finished`, the one that `predict` saw."""
+        """Refit; `hidden` has the row that `predict` used for each rollout."""
         longer = [i for i, rollout in enumerate(finished) if len(rollout) > self.prefix_tokens]
         if hidden is not None and longer:
             seen = _features([finished[i].request for i in longer], hidden[longer])

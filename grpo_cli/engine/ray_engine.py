@@ -143,7 +143,7 @@ class RayEngine(SequenceEngine):
             self._stats = together(costs)
 
     def _check_ray(self) -> None:
-        """Raise UserError if Ray itself has ended: it ends a process that uses a dead store, without a word."""
+        """Raise UserError if Ray itself has ended: a call on a dead store ends this process silently."""
         import ray
 
         ended = any(not child.is_running() or child.status() == psutil.STATUS_ZOMBIE for child in self._processes)

@@ -114,7 +114,7 @@ def rows_at_once(vocabulary: int) -> int:
 
 
 def inverse(probabilities: Float[Tensor, "R V"], uniform: Float[Tensor, "R 1"]) -> Int[Tensor, "R 1"]:
-    """Inverse transform sampling: the token in whose part of the unit interval the number lies.
+    """Return tokens by inverse sampling: a number lies in its token's part of [0, 1).
 
     A token of probability zero is never drawn, and 2^-53 is the smallest probability that can be. First blocks of
     tokens are summed, then the tokens of the block in which the number lies: float64 sums over every token took several

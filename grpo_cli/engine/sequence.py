@@ -68,7 +68,7 @@ class Sequence:
 
     @property
     def seen(self) -> int:
-        """Keys of its prompt's blocks that it reads."""
+        """Number of its prompt's keys that it reads."""
         return 0 if self.prompt is None else self.prompt.length
 
     def append(self, token: int, logprob: float) -> None:

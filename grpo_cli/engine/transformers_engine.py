@@ -1,17 +1,17 @@
 """Rollouts by the model's own `generate`, for families whose layers nothing else here knows.
 
 `transformers` runs the model and keeps its cache; tokens are sampled here, as in the torch engine. So they are a
-function of the weights and the request, to rounding: who else is in a round changes the shapes of products, and may
-change a token where a number falls on the border between two.
+function of the weights and the request, to rounding: other rows of a round change the shapes of products, which may
+change a token where a number falls on the border of two.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -123,7 +123,8 @@ def generate(
     def stops(ids: Tensor, logits: Any, **kwargs: Any) -> Tensor:
         return torch.full((len(ids),), over(), device=device)
 
-    with _plain_generation(inner):
+    # The model's own config may change logits (penalties, forbidden tokens, truncation).
+    with patch.object(inner, "generation_config", GenerationConfig()):
         made = inner.generate(
             ids,
             attention_mask=mask,
@@ -136,16 +137,6 @@ def generate(
         )
     # transformers calls it `cache` since 5.24
     return _bytes_of(made["cache" if "cache" in made else "past_key_values"], set())
-
-
-@contextmanager
-def _plain_generation(inner: Any) -> Iterator[None]:
-    """Set aside what the model's own generation config does to logits (penalties, forbidden tokens, truncation)."""
-    own, inner.generation_config = inner.generation_config, GenerationConfig()
-    try:
-        yield
-    finally:
-        inner.generation_config = own
 
 
 def _bytes_of(cache: Any, seen: set[int]) -> int:
@@ -164,7 +155,8 @@ def _bytes_of(cache: Any, seen: set[int]) -> int:
 def may_be_padded(model: Any, pad: int) -> bool:
     """Try a model of an unknown family on a few tokens, since no list of families is ever complete: True if prompts may
     be padded on the left. UserError for a model whose rollouts or updates would be those of another one."""
-    name, rounding = type(unwrapped(model)).__name__, _ROUNDING[unwrapped(model).dtype]
+    inner = unwrapped(model)
+    name, rounding = type(inner).__name__, _ROUNDING[inner.dtype]
     tokens = [(pad + 1 + i) % model.config.get_text_config().vocab_size for i in range(_LONG + _MADE)]
     ids, seen = torch.tensor([tokens], device=model.device), list[Tensor]()
 
@@ -176,7 +168,8 @@ def may_be_padded(model: Any, pad: int) -> bool:
         return bool((found - expected).abs().max() <= rounding * (expected.max() - expected.min()))
 
     with explained(f"engine=generate cannot run {name}", "; choose another model"):  # code that may be anybody's
-        whole, early, of_short = (_logits(model, some) for some in (ids, ids[:, :_SHORT], ids[:, _LONG - _SHORT :]))
+        parts = (ids, ids[:, :_SHORT], ids[:, _LONG - _SHORT :])
+        whole, early, of_short = (inner(input_ids=some, use_cache=False).logits[0].float() for some in parts)
         ours = head(model)(backbone(model)(input_ids=ids, use_cache=False).last_hidden_state[0])
         prompts = [tokens[:_LONG], tokens[_LONG - _SHORT : _LONG]]
         generate(model, prompts, pad, _MADE, given, lambda: len(seen) == _MADE)
@@ -192,8 +185,3 @@ def may_be_padded(model: Any, pad: int) -> bool:
         if not is_absent:
             raise UserError(f"{name} {fault}; choose a model of another family")
     return same(made[:, 1], of_short[_SHORT - 1 : -1])
-
-
-def _logits(model: Any, ids: Tensor) -> Tensor:
-    logits: Tensor = unwrapped(model)(input_ids=ids, use_cache=False).logits[0]
-    return logits.float()

@@ -44,7 +44,7 @@ def _paged(q, k, v, keys, values, page, own_pages, own_levels, held, write_at,
            prompt_pages, prompt_levels, prompt_held, out, levels, q_row, k_row, v_row, scale,
            H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
            SPLITS: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
-    """A part of the keys of one row and key head; the first part also writes and reads the new key."""
+    """Attend to part of the keys of a row and head; the first part writes and reads the new key."""
     row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     group, dims = tl.arange(0, GP), tl.arange(0, DP)
     inside = (group < G)[:, None] & (dims < D)[None, :]

@@ -62,7 +62,7 @@ class Served:
             )
 
     def token_bytes(self, dtype: torch.dtype) -> int:
-        """One token's keys and values in vLLM's cache, over all layers."""
+        """Return the bytes of a token in vLLM's cache, over all layers."""
         layers, heads = self.config["num_hidden_layers"], self.config["num_key_value_heads"]
         return int(2 * layers * heads * self.served_dim * dtype.itemsize)
 

@@ -95,7 +95,7 @@ def right_and_some_wrong(
 def beta(
     group: ScoredGroup, kept: Sequence[int], *, prior_right: Prior, prior_wrong: Prior, stats_over: StatsOver
 ) -> Float[Tensor, " K"]:
-    """r - (a + c) / (a + b + N), undivided; never 0 for a reward of 0 or 1. UserError for one below 0 or above 1; one
+    """Return r - (a + c) / (a + b + N), never 0 for a reward of 0 or 1. UserError for one below 0 or above 1; one
     between counts as such a part of a right answer."""
     require_shares("advantage=beta", group)
     rewards, reference = compared(group, kept, stats_over)

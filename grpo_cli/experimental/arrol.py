@@ -36,8 +36,7 @@ TINY = 1e-12
 
 
 class Arrol(Probing):
-    """Rollouts are looked at once they have `at` tokens, and those that are needed least end there (ARRoL, arXiv
-    2603.24840)."""
+    """Rollouts of which those that are needed least end once they have `at` tokens (ARRoL, arXiv 2603.24840)."""
 
     group, kind = "collector", "arrol"
     resumes: ClassVar[bool] = True
@@ -84,7 +83,8 @@ class Arrol(Probing):
                 chances = self._chances(self._calibrated(own))
                 kept = drawn(chances, step.rng.random(size), LEAST - (whole[group.prompt.id] - size))
             self._dropped += int((~kept).sum())
-            left += [_those(group, kept)] * bool(kept.any())
+            stay = tuple(one for one, stays in zip(group.rollouts, kept, strict=True) if stays)
+            left += [Group(group.prompt, stay)] * bool(stay)
         step.generate(left)
         return [group for group in step.score(step.groups) if group.rollouts]
 
@@ -115,20 +115,13 @@ class Arrol(Probing):
 
     def observe(self, step: int, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
         ended = [(g.prompt.id, r, w) for g in groups for r, w in zip(g.rollouts, g.rewards, strict=True)]
-        labelled = [
-            (name, self._now[name, rollout.request.sample], float(reward.solved))
-            for name, rollout, reward in ended
-            if (name, rollout.request.sample) in self._now
-        ]
+        named = [((name, rollout.request.sample), float(reward.solved)) for name, rollout, reward in ended]
+        labelled = [(*self._now[key], right) for key, right in named if key in self._now]
         metrics = {"prune/kept": 1 - self._dropped / self._begun} if self._begun else {}
         if more := [len(rollout) - self._stopped_at for _, rollout, _ in ended if len(rollout) > self._stopped_at]:
             metrics["prune/saved_tokens"] = self._dropped * sum(more) / len(more)
         if labelled:
-            features, scores = (
-                np.stack([seen[0] for _, seen, *_ in labelled]),
-                np.array([one[1][1] for one in labelled]),
-            )
-            right = np.array([one[2] for one in labelled])
+            features, scores, right = map(np.array, zip(*labelled, strict=True))
             self._probe.add([ProbeRows(features, right, scores)])
         self._now, self._begun = {}, 0
         return metrics
@@ -141,10 +134,6 @@ def look_at(key: str, wanted: int | None, longest: int) -> int:
     if at >= longest:
         raise UserError(f"{key}={at} is never reached with sampling.max_new_tokens={longest}: lower it, or use null")
     return at
-
-
-def _those(group: Group, which: Any) -> Group:
-    return Group(group.prompt, tuple(one for one, yes in zip(group.rollouts, which, strict=True) if yes))
 
 
 def _bin(scores: Float[np.ndarray, " N"]) -> Any:

@@ -10,7 +10,6 @@ Measured: docs/studies.md (accuracy was lower).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from fractions import Fraction
 from math import ceil
 from typing import Annotated
@@ -19,6 +18,7 @@ from pydantic import Field
 
 from grpo_cli.collect.stored import HoldsGroups
 from grpo_cli.interfaces import StepRollouts
+from grpo_cli.methods.april import lag
 from grpo_cli.support.ranges import Count
 from grpo_cli.types import ScoredGroup
 
@@ -45,7 +45,7 @@ class GroupStore(HoldsGroups):
 
     def __call__(self, step: StepRollouts) -> list[ScoredGroup]:
         most = step.version if self._max_lag is None else self._max_lag
-        stored = [group for group in self._held if step.version - oldest(group) <= most]
+        stored = [group for group in self._held if lag(group, step.version) <= most]
         count = max(ceil(self._share * step.prompts), step.prompts - len(stored))
         groups = step.score(step.generate((prompt, step.n) for prompt in step.pick(count)))
         new = {group.prompt.id for group in groups}
@@ -53,9 +53,3 @@ class GroupStore(HoldsGroups):
         places = step.rng.permutation(len(others))[: max(step.prompts - len(groups), 0)]
         self._held = tuple([*others, *(group for group in groups if group.rewards_differ)][-self._capacity :])
         return [*groups, *(others[place] for place in sorted(places))]
-
-
-def oldest(group: ScoredGroup) -> int:
-    """Return which weights sampled the group's oldest token."""
-    drawn: Sequence[int] = [span.version for one in group.rollouts for span in one.spans if span.version >= 0]
-    return min(drawn, default=0)

@@ -34,8 +34,8 @@ class DynamicsPredictive:
     Each prompt is a chain of three states: at a visit none of its rollouts solves it, some do, or all. The belief about
     a prompt that was visited has five rows: how often each state came after each (the prior included, older ones
     decayed), the chances of the states at the last visit or look, and those at the next one. A candidate that no
-    rollout was made of moves on by its own prediction. One whose rollouts end in a later step is learnt from then; that
-    it is under way is known by its not being asked for (`without`).
+    rollout was made of moves on by its own prediction. One whose rollouts end in a later step is learnt from then;
+    until then its id is in `without`.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class DynamicsPredictive:
         self._keep(places, self._decayed(beliefs) + ways / ways.sum((1, 2), keepdims=True), found)
 
     def _look_again(self, places: Sequence[int]) -> None:
-        """Nothing was observed of these: the prediction becomes the belief."""
+        """Make the prediction the belief: nothing was observed of these."""
         seen = [place for place in places if place in self._beliefs]
         beliefs = self._of(seen)
         self._keep(seen, self._decayed(beliefs), beliefs[:, CHANCES])
@@ -124,5 +124,5 @@ class DynamicsPredictive:
 
 
 def _chain(counts: Float[np.ndarray, "Q 3 3"]) -> Float[np.ndarray, "Q 3 3"]:
-    """Chance of each state (rows) after each (columns)."""
+    """Return P(row's state | column's state)."""
     return counts / counts.sum(1, keepdims=True)

@@ -66,7 +66,7 @@ class Ets(SearchMethod):
 def chosen(
     worth: Sequence[float], paths: Sequence[Path], labels: Sequence[int], cost: float, diversity: float
 ) -> tuple[list[int], float]:
-    """The leaves that continue, at least one, and what they are worth together.
+    """Return the leaves that continue, at least one, and their joint worth.
 
     `paths` are of the leaves' parents, from the root. A leaf is a node of its own.
     """
@@ -94,7 +94,7 @@ def chosen(
 
 
 def clusters(cos: Float[np.ndarray, "L L"]) -> list[int]:
-    """The number of each one's cluster: the two nearest by the mean distance of their members are joined, until none is
+    """Return each one's cluster: the two nearest by the mean distance of their members are joined, until none is
     nearer than NEAR."""
     groups = [[i] for i in range(len(cos))]
     while len(groups) > 1:

@@ -1,4 +1,4 @@
-"""Rollouts whose first tokens are given: nobody sampled them, so that no correction sees them."""
+"""Rollouts whose first tokens are copied, not sampled, so that corrections leave them out."""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ def _stays_close(
 
 
 def edit_distance(a: Sequence[int], b: Sequence[int]) -> int:
-    """Fewest tokens to put in, take out or exchange.
+    """Count tokens to insert, delete or replace.
 
     >>> edit_distance(b"kitten", b"sitting"), edit_distance(b"", b"ab"), edit_distance(b"ab", b"ab")
     (3, 2, 0)

@@ -22,7 +22,7 @@ from grpo_cli.types import Reward, ScoredGroup
 def per_part(
     group: ScoredGroup, kept: Sequence[int], *, weights: Mapping[str, float | int], stats_over: StatsOver, eps: Epsilon
 ) -> Float[Tensor, " K"]:
-    """The weighted sum over the parts of the reward, each (x - mean) / (std + eps) for itself (as LightningRL does), so
+    """Return the weighted sum over reward parts, each (x - mean) / (std + eps) for itself (as LightningRL does), so
     that a part counts by its weight and not by its scale.
 
     A part weighs what it does in the total, or what `weights` says of it; one that neither names is only logged and
@@ -47,7 +47,7 @@ def per_part(
 
 
 def _weights_in_total(rewards: Sequence[Reward]) -> dict[str, float]:
-    """Each part's weight in a group's totals; 1 each if rewards do not say and the parts sum to the totals."""
+    """Return each part's weight in a group's totals; 1 if rewards have none and parts sum to the totals."""
     said = {part: weight for reward in rewards for part, weight in reward.weights.items()}
     if not said and all(math.isclose(sum(reward.parts.values()), reward.total) for reward in rewards):
         return dict.fromkeys((part for reward in rewards for part in reward.parts), 1.0)
@@ -55,6 +55,6 @@ def _weights_in_total(rewards: Sequence[Reward]) -> dict[str, float]:
 
 
 def _counted(reward: Reward, part: str, of_total: Mapping[str, float]) -> float:
-    """A part's value; 0 where this rollout's total leaves it out, though those of others in its group do not."""
+    """Return a part's value; 0 where this rollout's total leaves it out, and others of its group do not."""
     left_out = bool(reward.weights) and part in of_total and part not in reward.weights
     return 0.0 if left_out else float(reward.parts.get(part, 0.0))

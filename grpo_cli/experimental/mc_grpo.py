@@ -27,7 +27,7 @@ Floor = Annotated[float, Field(gt=0)]
 
 
 def all_but_the_middle(group: ScoredGroup, keep: int, rng: np.random.Generator) -> list[int]:
-    """All but one in the middle of the rewards, sampled among equal ones (MC-GRPO, arXiv 2601.22582).
+    """Return all but one in the middle, sampled among equal ones (MC-GRPO, arXiv 2601.22582).
 
     Its advantage over the median is 0, so that leaving it out changes the divisor of the loss and the cost only.
     """
@@ -43,7 +43,7 @@ def all_but_the_middle(group: ScoredGroup, keep: int, rng: np.random.Generator) 
 def median(
     group: ScoredGroup, kept: Sequence[int], *, scale: Scale, floor: Floor, stats_over: StatsOver
 ) -> Float[Tensor, " K"]:
-    """(r - median) / (scale + floor), for groups of odd size (MC-GRPO, arXiv 2601.22582).
+    """Return (r - median) / (scale + floor) of odd groups (MC-GRPO, arXiv 2601.22582).
 
     One rollout is the middle, with an advantage of 0 (`downsample=median` leaves it out). The scale is `std` (unbiased)
     or `mad`, the median distance from the median; `none` does not divide. Where rejections leave an even number, the
@@ -52,15 +52,9 @@ def median(
     rewards, reference = compared(group, kept, stats_over)
     if not varies(reference):
         return torch.zeros_like(rewards)
-    middle = _median(reference)
+    middle = float(np.median(reference))  # the mean of two in the middle, where `Tensor.median` is the lower
     distances = rewards - middle
     if scale != "none":
-        spread = reference.std(correction=1) if scale == "std" else _median((reference - middle).abs())
+        spread = float(reference.std(correction=1)) if scale == "std" else float(np.median((reference - middle).abs()))
         distances = distances / (spread + floor)
     return distances
-
-
-def _median(values: Float[Tensor, " G"]) -> Float[Tensor, ""]:
-    """The mean of the two in the middle, the same one if their number is odd. (`Tensor.median` is the lower.)"""
-    ordered = values.sort().values
-    return (ordered[(len(values) - 1) // 2] + ordered[len(values) // 2]) / 2

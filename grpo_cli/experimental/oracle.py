@@ -20,7 +20,7 @@ from grpo_cli.types import Request, Rollout
 
 
 class Oracle:
-    """Replays known lengths, as the best possible predictor would. For studies.
+    """Known lengths, as of the best possible predictor. For studies.
 
     `lengths` is the `rollouts.jsonl` of an earlier run with the same seed and settings that recorded all its rollouts
     (`record.rollouts=-1`). A prompt that comes for the k-th time gets the lengths of its k-th recorded step. Held-out

@@ -6,8 +6,7 @@ model computes in its own precision (`model.autocast` is not used), without drop
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +30,8 @@ POOLED = 10  # tokens at the end of a prompt and of a response that features are
 class PolicyReading:
     """The results of a pass over rollouts, in their order.
 
-    `features` are the means of a layer's states over the last tokens of the prompt, then of what the model said itself.
-    Of each token that it said: the entropy in nats of the distribution that it was sampled from, and the two likeliest
+    `features` are the means of a layer's states over the last tokens of the prompt, then of the model's own.
+    Of each token of its own: the entropy in nats of the distribution that it was sampled from, and the two likeliest
     tokens there, the first first. Empty unless they were wanted.
     """
 
@@ -40,12 +39,6 @@ class PolicyReading:
     entropies: tuple[Float[np.ndarray, "_"], ...] = ()
     top_ids: tuple[Int[np.ndarray, "_ 2"], ...] = ()
     top_probs: tuple[Float[np.ndarray, "_ 2"], ...] = ()
-
-
-def last_layer(model: Any) -> int:
-    """Return the number of the backbone's last layer."""
-    number: int = backbone(model).config.num_hidden_layers
-    return number
 
 
 def layer_of(model: Any, number: int | None) -> Any:
@@ -72,17 +65,12 @@ def read(
     temperature = rollouts[0].request.sampling.temperature or 1.0
     features: dict[int, np.ndarray] = {}
     per_token: dict[int, tuple[np.ndarray, ...]] = {}
-    training = runtime.model.training
-    runtime.model.eval()
-    try:
-        for rows in parts:
-            part = rows_of(batch, torch.tensor(rows))
-            states, pooled = _pass(runtime.model, part, layer, last)
-            features |= dict(zip(rows, pooled.double().cpu().numpy(), strict=True))
-            if tokens:
-                per_token |= dict(zip(rows, _of_tokens(runtime.model, part, states, temperature), strict=True))
-    finally:
-        runtime.model.train(training)
+    for rows in parts:
+        part = rows_of(batch, torch.tensor(rows))
+        states, pooled = _pass(runtime.model, part, layer, last)
+        features |= dict(zip(rows, pooled.double().cpu().numpy(), strict=True))
+        if tokens:
+            per_token |= dict(zip(rows, _of_tokens(runtime.model, part, states, temperature), strict=True))
     found = np.stack([features[row] for row in range(len(batch))])
     if not np.isfinite(found).all():
         raise UserError("hidden states that are read are not finite: use model.dtype=float32, or read another layer")
@@ -90,31 +78,21 @@ def read(
 
 
 def _pass(model: Any, part: Batch, layer: int | None, last: int) -> tuple[Float[Tensor, "B T H"], Float[Tensor, "B F"]]:
-    """Return the last hidden states, and the features."""
-    device, ids = model.device, padded(part)
-    with _pooled(model, layer, _ends(part, last, ids.shape[1]).to(device)) as found:
-        states = backbone(model)(input_ids=ids.to(device), use_cache=False).last_hidden_state
-    return states, found[0]
-
-
-@contextmanager
-def _pooled(model: Any, layer: int | None, ends: Bool[Tensor, "2 B T"]) -> Iterator[list[Tensor]]:
-    """Within it, what the layer gives is averaged as it comes up, into the list, and not kept."""
-    found: list[Tensor] = []
+    """Return the last hidden states, and the features: the layer's states are averaged as they come up."""
+    device, ids, found = model.device, padded(part), list[Tensor]()
+    ends = _ends(part, last, ids.shape[1]).to(device)
 
     def pool(module: Any, inputs: Any, output: Any) -> None:
         states = output[0] if isinstance(output, tuple) else output
         found.append(torch.cat([_mean(states, one) for one in ends], dim=1))
 
-    hook = layer_of(model, layer).register_forward_hook(pool)
-    try:
-        yield found
-    finally:
-        hook.remove()
+    with layer_of(model, layer).register_forward_hook(pool):
+        states = backbone(model)(input_ids=ids.to(device), use_cache=False).last_hidden_state
+    return states, found[0]
 
 
 def _mean(states: Float[Tensor, "B T H"], over: Bool[Tensor, "B T"]) -> Float[Tensor, "B H"]:
-    """Return it in float32; 0 over no tokens. What lies outside, even NaN, does not count."""
+    """Return the mean in float32, 0 over no tokens; those outside, even NaN, do not count."""
     kept = states.float().masked_fill(~over[:, :, None], 0.0)
     return kept.sum(dim=1) / over.sum(dim=1).clamp(min=1)[:, None]
 

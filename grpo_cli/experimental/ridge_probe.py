@@ -29,7 +29,7 @@ class ProbeRows:
 
 class RidgeProbe:
     """A ridge on the rows of the last `window` steps; it predicts once there are `least` of them. `ridge` is the
-    shrinkage, as a share of their number; `layer` says what the features are of."""
+    shrinkage, as a share of their number; `layer` is that of the features."""
 
     def __init__(self, *, window: int, least: int, ridge: float, layer: int | None) -> None:
         self._window, self._least, self._ridge, self._layer = window, least, np.array([ridge]), layer

@@ -26,6 +26,7 @@ from grpo_cli.interfaces import Runtime, StepRollouts
 from grpo_cli.runs.layout import ROLLOUTS
 from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.prompting import MadePrompts
+from grpo_cli.tracking.examples import raw_text
 from grpo_cli.types import ENVIRONMENT, GIVEN, Finish, Prompt, Request, Reward, Rollout, ScoredGroup, Span
 
 WRITE_IT = "record.rollouts=-1 record.tokens=true"
@@ -52,7 +53,7 @@ class RunFolder:
                 group = [_checked(row, runtime.task.text, runtime.ends) for row in some]
                 prompt = named(str(name))
                 if prompt is not None and len({row["reward"] for row in group}) > 1:
-                    self._rows += [(prompt, group)] * (group[0]["prompt"] in _texts(runtime.task, prompt))
+                    self._rows += [(prompt, group)] * (group[0]["prompt"] == raw_text(runtime.task, prompt.token_ids))
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(
                 f"collector.path={self.path}: {file} is no record ({error}); write it with {WRITE_IT}"
@@ -83,10 +84,6 @@ def _checked(row: Any, text: Any, ends: Sequence[int]) -> dict[str, Any]:
     if text(ids) != row["reply"] or (row["finish"] == Finish.EOS and ids[-1] not in ends):
         raise ValueError("its tokens are another tokenizer's")
     return {**row, "finish": Finish(row["finish"]), "reward": float(row["reward"])}
-
-
-def _texts(task: Any, prompt: Prompt) -> list[str]:
-    return [write(prompt.token_ids) for write in (getattr(task, "raw_text", task.text), task.text)]
 
 
 def _group(prompt: Prompt, rows: Sequence[dict[str, Any]], step: StepRollouts) -> ScoredGroup:

@@ -14,8 +14,9 @@ from jaxtyping import Float
 from grpo_cli.collect.episodes import play
 from grpo_cli.collect.requests import requests_for, seed_of
 from grpo_cli.collect.resuming import unstarted, with_limit, without_limit
-from grpo_cli.experimental.reading import last_layer, read
+from grpo_cli.experimental.reading import read
 from grpo_cli.interfaces import Runtime
+from grpo_cli.model.anatomy import backbone
 from grpo_cli.model.checks import context_of
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
@@ -95,8 +96,8 @@ class Searching:
 
     def states(self, replies: Sequence[Rollout]) -> Float[np.ndarray, "N H"]:
         """Return of each the mean of the last layer's states over its own tokens."""
-        longest = max(map(len, replies))
-        found = read(self._runtime, replies, layer=last_layer(self._runtime.model), last=longest).features
+        layers, longest = backbone(self._runtime.model).config.num_hidden_layers, max(map(len, replies))
+        found = read(self._runtime, replies, layer=layers, last=longest).features
         return np.split(found, 2, axis=1)[1]  # the first half is of the prompts
 
     def rng(self, prompt: Prompt) -> np.random.Generator:

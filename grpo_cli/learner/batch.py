@@ -19,7 +19,7 @@ def collate(groups: Sequence[Group | ScoredGroup], version: int = 0) -> Batch:
     """Return one row per rollout, group by group, on the CPU. `version` is that of the weights at the start of the
     step.
 
-    Every response token is trained on with weight 1 until a correction says otherwise. The NaN of tokens that were not
+    Every response token is trained on with weight 1 until a correction changes it. The NaN of tokens that were not
     sampled is removed here; that of a sampled token stays, for the correction to refuse.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]

@@ -35,7 +35,7 @@ PASS_COST = 512
 
 @dataclass(frozen=True)
 class Forward(ABC):
-    """Splits a batch into micro-batches, and computes one of them at the sampling temperature.
+    """The cut of a batch into micro-batches, and a pass over each at the sampling temperature.
 
     A micro-batch has at most `tokens` tokens, unless a single row has more; `chunk` positions reach the head at a time.
     `native`: attention is computed in C (`native/tree.c`), or why it is not.

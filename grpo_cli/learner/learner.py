@@ -60,10 +60,7 @@ class Learner:
         meter: Meter,
         warn: Callable[[str], None] = print,
     ) -> None:
-        self._model = model
-        self._loss = loss
-        self._train = train
-        self._optim = optim
+        self._model, self._loss, self._train, self._optim = model, loss, train, optim
         self._max_new_tokens = sampling.max_new_tokens
         trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
         self._names, self._parameters = list(trained), list(trained.values())
@@ -225,12 +222,8 @@ def learning_rate(optim: OptimSettings, step: int, steps: int) -> float:
 
 def schedule_of(optim: OptimSettings, train: TrainSettings) -> dict[str, Any]:
     """Return the settings that determine the learning rate, by key: saved in a checkpoint."""
-    return {
-        "optim.lr": optim.lr,
-        "optim.warmup_steps": optim.warmup_steps,
-        "optim.schedule": optim.schedule,
-        "train.steps": train.steps,
-    }
+    of_optim = {"optim.lr": optim.lr, "optim.warmup_steps": optim.warmup_steps, "optim.schedule": optim.schedule}
+    return {**of_optim, "train.steps": train.steps}
 
 
 def rate_jump(saved: Mapping[str, Any], optim: OptimSettings, train: TrainSettings, step: int) -> str | None:

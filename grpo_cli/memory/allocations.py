@@ -39,7 +39,7 @@ class Allocations(TorchDispatchMode):
         return {kind: size for kind, size in peak.items() if size}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is _DEVICE:  # two of three calls: autograd asks it of every fake tensor, which knows it
+        if function is _DEVICE:  # two of three calls: autograd needs it of every fake tensor
             return args[0].fake_device
         result = function(*args, **(kwargs or {}))
         for tensor in tree_iter(result):

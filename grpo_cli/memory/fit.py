@@ -103,7 +103,7 @@ def cheapest_fit(planner: Planner, room: int, typed: Set[str]) -> Fitted:
     """Choose for `room` bytes: with `fit` of all settings that were not typed, else the micro-batch alone, for updates.
     First the cheapest way in which updates fit with passes that are not small, then the most tokens of a pass and the
     most slots; if that does not do, with the optimizer's state parked, or offloaded."""
-    settings, updates = planner.run.settings, planner.without_rollouts
+    settings, updates = planner.run.settings, replace(planner, step=replace(planner.step, sampler=None))
     name, may = f"fit={settings.fit}", choosable(planner, typed)
     if settings.fit == "none" or settings.resume is not None:
         name, may, planner = f"{TOKENS}=auto", frozenset({TOKENS}), updates

@@ -40,12 +40,12 @@ def _phase(seconds: Sequence[float], tokens: int | None, peak: int) -> dict[str,
 class PhasePeaks:
     """Peak memory of each phase: called with the open spans at each transition (`Meter(on_phase=...)`)."""
 
-    def __init__(self, read: Callable[[], int]) -> None:
-        """`read` returns the peak since it was last called, in bytes."""
-        self._read, self._open, self._peaks = read, tuple[str, ...](), dict[str, int]()
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._open, self._peaks = device, tuple[str, ...](), dict[str, int]()
 
     def __call__(self, names: tuple[str, ...]) -> None:
-        peak = self._read()
+        peak = peak_bytes(self._device)
+        start_peak(self._device)
         self._peaks |= {name: max(self._peaks.get(name, 0), peak) for name in self._open}
         self._open = names
 
@@ -61,7 +61,7 @@ def measure(
     """Warm up and measure steps, then an evaluation; nothing is saved or logged. Return phases by name, including
     `step` and the part of it outside any phase (`rest`); the peak; the engine's figures."""
     settings, wanted = run.settings, run.settings.profile
-    peaks = PhasePeaks(partial(_peak_since, run.device))
+    peaks = PhasePeaks(run.device)
     meter = Meter(run.device, peaks)
     ends = {"eos_token_ids": (NEVER,)} if wanted.lengths == "full" else {}
     runtime = experiment.set_up(run, settings.model, span=meter.span, warn=warn, **ends)
@@ -93,13 +93,6 @@ def measure(
     fullest = max((name for name in names if name in PHASES), key=lambda name: highest.get(name, 0))
     engine = {name: value for name, value in record.metrics.items() if name.startswith("engine/")}
     return {"phases": phases, "engine": engine, "peak": {"phase": fullest, "bytes": highest.get(fullest, 0)}}
-
-
-def _peak_since(device: torch.device) -> int:
-    """Return the peak memory since the last call."""
-    peak = peak_bytes(device)
-    start_peak(device)
-    return peak
 
 
 def _never_all_equal(rule: Advantage, group: ScoredGroup, kept: Sequence[int]) -> torch.Tensor:

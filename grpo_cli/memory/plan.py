@@ -147,7 +147,7 @@ def _fullest(*moments: Sizes) -> Sizes:
 
 
 def _update(model: ShapeModel, step: StepShape) -> dict[str, Sizes]:
-    """Predict an update: in a first pass gradients appear as it goes back, later ones find all of them."""
+    """Predict an update: gradients appear in the backward of its first pass and exist in later ones."""
     every = step.tokens_of_update
     tokens = step.in_a_pass(every)
     spares = not model.on_cpu or not is_little(model.layers * stored_bytes(model.config, tokens))

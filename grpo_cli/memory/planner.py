@@ -84,11 +84,6 @@ class Planner:
         )
         return cls(run, device, step, shapes)
 
-    @property
-    def without_rollouts(self) -> Planner:
-        """The planner of a step's updates alone."""
-        return replace(self, step=replace(self.step, sampler=None))
-
     def plan(self, values: Values = AS_IT_IS) -> MemoryPlan:
         """Compute the plan with these settings in place of the run's."""
         step, settings = self.step, with_values(self.run.settings, values)

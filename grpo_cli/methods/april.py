@@ -38,7 +38,7 @@ class Partial(HoldsGroups):
         return n * with_surplus(prompts, self._surplus)
 
     def __call__(self, step: StepRollouts) -> list[ScoredGroup]:
-        old = [group for group in self._held if _lag(group, step.version) >= self._max_lag]
+        old = [group for group in self._held if lag(group, step.version) >= self._max_lag]
         waiting = [group for group in self._held if group not in old]
         whole = [*step.generate(old)]
         if len(old) < step.prompts:
@@ -59,7 +59,7 @@ class Partial(HoldsGroups):
         return max(0, under_way - held)
 
 
-def _lag(group: Group, version: int) -> int:
+def lag(group: Group | ScoredGroup, version: int) -> int:
     """Return the age of a group's oldest sampled token, in updates before `version`; 0 without such tokens."""
     spans = [span for rollout in group.rollouts for span in rollout.spans if span.version >= 0]
     return max((version - span.version for span in spans), default=0)

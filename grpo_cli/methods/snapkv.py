@@ -21,7 +21,7 @@ from grpo_cli.support.ranges import Count
 
 @dataclass(frozen=True)
 class AttentionOfWindow(Budget):
-    """Policies that ask what the last `window` queries attend to."""
+    """Policies by what the last `window` queries attend to."""
 
     kernel: Count
 

@@ -11,6 +11,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -59,13 +60,9 @@ def head(model: Any) -> Any:
 def _after_backbone(model: Any, states: Tensor) -> Tensor:
     """Compute the [N, V] logits of [N, H] states by all that a model does after its backbone; it is changed for no
     longer than this call."""
-    modules, name = model._modules, model.base_model_prefix
-    body, modules[name] = modules[name], _Given(states[None])
-    try:  # there are no tokens to read
-        nothing = torch.zeros(1, 0, dtype=torch.long, device=states.device)
+    nothing = torch.zeros(1, 0, dtype=torch.long, device=states.device)  # there are no tokens to read
+    with patch.dict(model._modules, {model.base_model_prefix: _Given(states[None])}):
         logits: Tensor = model(input_ids=nothing, use_cache=False).logits
-    finally:
-        modules[name] = body
     return logits[0]
 
 

@@ -18,8 +18,8 @@ MOST_SHAPES = 32
 
 
 class Compiler:
-    """Compiles the functions of decode steps until one of them fails; then all run uncompiled. They also do under a
-    dispatch mode, which cannot see into compiled functions."""
+    """A compiler of decode steps' functions until one fails; then all run uncompiled, as they do under a
+    dispatch mode, which does not reach compiled functions."""
 
     def __init__(self, warn: Callable[[str], None]) -> None:
         self._warn, self._failed = warn, False

@@ -2,7 +2,7 @@
 
 In the first call each span attends to itself causally. The second is for branches and their trunk: all branches of a
 tree are one sequence of queries, so that the trunk's keys are read once; the two are merged by their log-sum-exps.
-The backward kernel is given the merged output and log-sum-exp: probabilities are exp(score - log-sum-exp), so each call
+The backward kernel takes the merged output and log-sum-exp: probabilities are exp(score - log-sum-exp), so each call
 gives the gradients of its own keys (as in ring attention, arXiv 2310.01889).
 """
 

@@ -72,7 +72,7 @@ def load_model(
     if settings.quantize == "none" and model.device != device:  # quantised weights are loaded in place
         model = model.to(device)
     model = with_adapters(model, settings).eval()
-    _recompute(unwrapped(model), settings)  # after PEFT, which would have the embeddings ask for gradients
+    _recompute(unwrapped(model), settings)  # after PEFT, which would have the embeddings require gradients
     if not settings.random_init:
         check_weights(model, settings)
     return model

@@ -66,7 +66,7 @@ def library(name: str) -> ctypes.CDLL:
 def _compiled(compiler: str, threads: bool, source: Path) -> ctypes.CDLL:
     flags = (*FLAGS, *([THREADS] * threads))
     texts = [file.read_text(encoding="utf-8") for file in (source, SOURCES / "vectors.h")]
-    # What the compiler predefines says which compiler it is, and which instructions this processor has.
+    # The compiler's predefined macros identify it, and the instructions of this processor.
     defined = _run(compiler, *FLAGS[:2], "-dM", "-E", "-x", "c", os.devnull)
     made_from = hashlib.sha256("\0".join([*texts, *flags, defined]).encode()).hexdigest()
     folder, name = _cache(), f"{source.stem}-{made_from[:32]}.so"

@@ -1,6 +1,6 @@
 """A group's rewards to advantages: a number per kept rollout, shared by its tokens, or a number per token.
 
-Each function compares a rollout with others of its group. `stats_over` says with which: the `kept` ones (as the code of
+Each function compares a rollout with others of its group. `stats_over` sets which: the `kept` ones (as the code of
 PODS does: select first, then normalise) or the whole `group`, unselected ones included. With nothing to compare with
 (all rewards equal, or a single rollout) the advantage is exactly 0: no signal, and no rounding error blown up into one.
 """
@@ -57,8 +57,8 @@ def varies(rewards: Tensor) -> bool:
 
 
 def advantages(rule: Advantage, group: ScoredGroup, kept: Sequence[int]) -> Float[Tensor, "K *T"]:
-    """Return what the rule answers, in float32. UserError if it is of another shape than `interfaces.Advantage` says,
-    or not finite."""
+    """Return the rule's advantages, in float32. UserError for another shape than `interfaces.Advantage` has,
+    or if not finite."""
     shapes = (len(kept),), (len(kept), max(len(group.rollouts[index]) for index in kept))
     fault = f"advantage {name_of(rule)} returned"
     with own_code_unless_ours(fault.removesuffix(" returned"), getattr(rule, "func", rule)):

@@ -90,7 +90,7 @@ class Correct:
         return Verdict(weights, kept, reasons, mismatch_metrics(batch, log_ratio, weights, kept))
 
     def _reasons(self, batch: Batch, log_ratio: Float[Tensor, "N"], flags: Bool[Tensor, "B 4"]) -> tuple[str, ...]:
-        """Return reasons in words for `rollouts.jsonl`; of each row the flags say whether it is answered, vetoed, left
+        """Return reasons in words for `rollouts.jsonl`; each row's flags are: answered, vetoed, left
         and trained."""
         lowest = torch.segment_reduce(log_ratio, "min", lengths=batch.lengths, unsafe=True, initial=0)
         columns = flags.tolist(), bounded_ratio(lowest).tolist(), bounded_ratio(batch.sums(log_ratio)).tolist()

@@ -44,7 +44,7 @@ class Terms:
 
 @dataclass(frozen=True)
 class Clipped(ABC):
-    """A loss by its settings: `terms` says what each token contributes, the rest is the same for all."""
+    """A loss by its settings: `terms` has each token's share, the rest is the same for all."""
 
     clip_low: Annotated[float, Field(ge=0, le=1)]
     clip_high: Annotated[float, Field(ge=0)]

@@ -1,4 +1,4 @@
-"""The error for requests that cannot be satisfied; its message says what to do."""
+"""The error for requests that cannot be satisfied; its message has the fix."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def spans_around(error: BaseException) -> tuple[str, ...]:
 
 
 class Meter:
-    """Measures wall-clock seconds by name.
+    """Wall-clock seconds by name.
 
     Spans of one name add up, also nested; spans of different names each count in full, so a step's time contains that
     of its phases. `on_phase` gets the names of the open spans, outermost first, whenever one opens or closes, and

@@ -36,7 +36,7 @@ say = partial(print, flush=True)  # a line at once, also into a pipe
 
 
 class ProcessLauncher(Launcher):
-    """Lists the jobs, checks each, runs those that are not done, and records how they ended."""
+    """A launcher: it lists and checks jobs, runs those not done and records how they ended."""
 
     def __init__(self, jobs: Any, gpus: Any) -> None:
         """Run `jobs` at a time on these `gpus`."""

@@ -31,7 +31,7 @@ class RunningJob:
 
 
 class Pool:
-    """Runs jobs as processes, one per place at a time, and updates their `states` and status files.
+    """Jobs as processes, one per place at a time, with their `states` and status files.
 
     A place is the environment variables that its processes get in addition. The first ctrl-C (or other signal of
     `Stop`) lets every job stop after its step and waits, the second kills them. A job that outlives this process

@@ -53,7 +53,7 @@ class Completion:
 
 class Judge(ABC):
     """A source of named parts of each completion's reward, none where it has come to no judgement. `advice` describes
-    how an answer must be written for `reference` to read it; any text will do unless a judge says otherwise.
+    how an answer must be written for `reference` to read it; any text will do unless a judge overrides it.
 
     `main` is the one part that is rewarded; None where all parts are, each with a weight of 1.
     """

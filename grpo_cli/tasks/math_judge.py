@@ -186,7 +186,7 @@ def _same(value: Fraction, unit: Unit, other_value: Fraction, other_unit: Unit) 
 
 class MathJudge(Judge):
     """A judge with the parts `correct`, `correct_strict` (in the form asked for), `over_limit` and `incomparable`, each
-    1 or 0. A comparison gets at most `seconds`."""
+    1 or 0. A comparison has at most `seconds`."""
 
     advice = f"put it into \\boxed{{}}, or let it be an expression of at most {MAX_ANSWER} characters"
 
@@ -225,7 +225,3 @@ class MathJudge(Judge):
             result = results.get(pair, {"equal": outcome})
             failed = "over_limit" if "limit" in result else "incomparable"
             self._part_by_pair[pair] = ("correct" if result["equal"] else "") if "equal" in result else failed
-
-    def close(self) -> None:
-        """End the workers; they end by themselves with this object."""
-        self._workers.close()

@@ -90,7 +90,7 @@ def own(name: str, key: str) -> Any:
 
 
 def _arguments(name: str, function: Callable[..., Any]) -> tuple[dict[str, str], bool]:
-    """Return the arguments that it gets, each with its field of a completion; True if each is a list of a step's."""
+    """Return its arguments, each with its field of a completion; True if each is a list of a step's."""
     try:
         signature = inspect.signature(function)
         takes_many = any(word in PER_STEP and word not in PER_ROLLOUT for word in signature.parameters)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any, TypedDict
 from unittest.mock import patch
 
@@ -223,7 +224,7 @@ class Prompting:
         return self.rendered(asked[:1]), text[:at], text[at:]
 
     def rendered(self, messages: Sequence[Message], answered: bool = False) -> str:
-        """Return the text that the model reads before it speaks; with `answered`, the chat alone."""
+        """Return the text that the model reads before its reply; with `answered`, the chat alone."""
         if answered:
             return self._applied(messages, False)
         end, header = self._opening
@@ -231,7 +232,7 @@ class Prompting:
 
     @cached_property
     def _opening(self) -> tuple[str, str]:
-        """Return what the template gets wrong: the EOS that it puts behind a prompt but not before a reply, and the
+        """Return the template's faults: the EOS that it puts behind a prompt but not before a reply, and the
         header of the model's turn that it leaves out of prompts. Both are mostly empty."""
         asked = [_message("user", "?")]
         prompt = self._applied(asked, True)
@@ -254,7 +255,7 @@ class Prompting:
         roles = " and a ".join(dict.fromkeys(message["role"] for message in messages))
         advice = "; try task.system_prompt=null, or task.use_chat_template=false for the plain task.template"
         # a template's clock is this module's: there is no other way to set it
-        clock = patch("transformers.utils.chat_template_utils.datetime", _Stopped)
+        clock = patch("transformers.utils.chat_template_utils.datetime", SimpleNamespace(now=lambda: TODAY))
         with explained(f"the tokenizer's chat template refused a {roles} message", advice), clock:
             text: str = self.tokenizer.apply_chat_template(
                 list(messages), add_generation_prompt=opened, tokenize=False, **words
@@ -262,12 +263,6 @@ class Prompting:
             if len(text.encode()) > MOST_TEXT:
                 raise MemoryError("it makes too much text")
         return text
-
-
-class _Stopped(datetime):
-    @classmethod
-    def now(cls, tz: Any = None) -> Any:
-        return TODAY
 
 
 def verbatim(tokenizer: Tokenizer) -> Prompting:

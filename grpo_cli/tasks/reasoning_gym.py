@@ -53,7 +53,7 @@ class ReasoningGym(DialogueTask):
     """The task. A prompt's id names the problem: `train-000012`.
 
     A problem is a function of its task, the config, its number and the seed, on which `eval` does not depend; a hash of
-    its question says whether it is held out. A reward has the parts `correct` (a score of 1), `score`, `format` (there
+    its question decides the split. A reward has the parts `correct` (a score of 1), `score`, `format` (there
     is an `<answer>`), and whether scoring ran out of time (`over_limit`) or failed (`incomparable`).
     """
 

@@ -41,7 +41,7 @@ def serve(prepare: Callable[[], Handler], seconds: float, pipe: Connection) -> N
         while True:
             pipe.send_bytes(json.dumps(reply).encode())
             question = json.loads(pipe.recv_bytes())
-            # the system ends us where the asker is gone and cannot
+            # the system ends this process if its parent is gone
             used = resource.getrusage(resource.RUSAGE_SELF)
             _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime + seconds) + 3)
             try:

@@ -18,7 +18,7 @@ LEAST_ESS = 0.1
 
 
 class HealthCheck:
-    """Remembers which causes were reported, and how long all rewards have been equal."""
+    """The causes reported, and the number of steps in which all rewards were equal."""
 
     def __init__(self) -> None:
         self._reported = set[str]()

@@ -18,7 +18,7 @@ _PIECE = 2**20  # bytes of a file that are read at once
 
 
 class NoTracker:
-    """Sends records nowhere."""
+    """No tracker."""
 
     def log(self, record: Record) -> None:
         pass

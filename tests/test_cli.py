@@ -84,9 +84,7 @@ REFUSED = {
     "train engine=vllm engine.options.cuda_grap=true": ("+engine.options.cuda_grap=",),
     "train task=./rows.jsonl": ("task=./rows.jsonl", "task=jsonl task.path=./rows.jsonl"),
     "train fast": ("fast", "key=value"),
-    "train =5": ("=5",),
     "train n=[1": ("n=[1",),
-    "train --n 32": ("--n", "n=..."),
     "train --learning_rate 1e-6": ("--learning_rate", "optim.lr=..."),
     "train --use_vllm": ("--use_vllm", "engine=vllm"),
     "train --config-dir=/dev/null": ("--config-dir=/dev/null",),
@@ -132,9 +130,6 @@ UNKNOWN = {
     "optim.lrr=3": "did you mean optim.lr?",
     "task.weights.format=1": "task=",
     "zzz=3": "not a setting",
-    "actor_rollout_ref.rollout.n=8": "did you mean n?",
-    "beta=0.04": "did you mean loss.kl_coef?",
-    ".zzz=3": "not a setting",
     "loss=grop": "did you mean grpo?",
 }
 

@@ -111,10 +111,10 @@ def test_a_long_first_step_foresees_the_run_once_and_says_where_it_is_every_minu
     screen = Screen(80)
     tracker = screen.tracker
     tracker.phase(("step", "rollout"))
-    for done, seconds in ((1, 19.0), (2, 20.0), (13, 30.46875), (14, 31.0)):
-        screen.now = seconds
+    for done, screen.now in ((1, 19.0), (2, 20.0), (13, 30.46875), (14, 31.0)):
         tracker.progress("rollout", done, 256)
-    assert screen.lines() == ["a step's rollouts take about 10m00s, the run more than 13h20m; smaller steps: n=8"]
+    (line,) = screen.lines()
+    assert "10m00s" in line and "13h20m" in line
     screen.now = 64.0
     while len(screen.lines()) < 2:
         time.sleep(0.001)

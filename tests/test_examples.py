@@ -21,8 +21,8 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     pytest.importorskip("ipykernel")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]))
     monkeypatch.setenv("PYDEVD_DISABLE_FILE_VALIDATION", "1")
-    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    for name, folder in (("JUPYTER_PATH", "jupyter"), ("IPYTHONDIR", "ipython")):
+        monkeypatch.setenv(name, str(tmp_path / folder))
     spec = {"argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"], "display_name": "here"}
     (place := tmp_path / "jupyter" / "kernels" / "here").mkdir(parents=True)
     (place / "kernel.json").write_text(json.dumps({**spec, "language": "python"}))

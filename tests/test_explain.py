@@ -97,14 +97,9 @@ EXPLAINED = {
     "loss.clip_high": ("loss.clip_high=0.2 ", "How far it may rise", "loss.clip_high=4.0 ", "loss.clip_high=0.28"),
     "loss.aggregation": ("loss.aggregation=token ", "conf/loss/dapo.yaml:"),
     "eval.problems": ("eval.problems=auto", "conf/_run.yaml:"),
-    "lora": ("model.lora.rank=0 ",),
-    "train.epochs=4": ("train.epochs=1 ",),
     "maxvar": ("downsample=maxvar: ",),
-    "kl": ("loss/kl", "mismatch/kl"),
     "eval/pass@7": ("eval/pass@<k>:",),
     "beta": ("loss.kl_coef here",),
-    "PODS": ("pods: ",),
-    "Batch_Size": ("batch size: ",),
 }
 
 

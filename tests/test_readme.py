@@ -14,7 +14,6 @@ from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.errors import HydraException
 from made import composed
 
-from grpo_cli.cli.mistakes import listed
 from grpo_cli.config.choices import choices, groups_of, is_experimental, read_command
 from grpo_cli.config.prepare import build_and_check
 from grpo_cli.support.errors import UserError
@@ -92,15 +91,6 @@ def test_the_settings_of_every_command_can_be_read(name, tmp_path, monkeypatch):
             build_and_check(composed(*given, command=name))
         except (UserError, HydraException) as error:
             pytest.fail(f"grpo {name} {shlex.join(words)}: {error}")
-
-
-def test_the_words_of_trl_and_verl_stand_in_their_page():
-    cells = [
-        [", ".join(f"`{w}`" for w in words) for words in (row["trl"], row["verl"], (row["ours"],))]
-        for row in listed("elsewhere")
-    ]
-    table = "\n".join(["| TRL | verl | here |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in cells)])
-    assert docs("coming_from").endswith(f"\n\n{table}\n")
 
 
 def test_the_lines_for_a_notebook_train(tmp_path, monkeypatch):

@@ -148,6 +148,7 @@ def not_planned(run: Prepared[Any]) -> tuple[str, ...]:
         "rollouts of another engine: prefill, decode and eval are missing": not uses_torch_engine(run.settings),
         "rollouts that are left partial: all are taken to end in their step": resumes,
         "several rounds of rollouts: the most that the collector requests at a time count": several and not resumes,
+        "train.warmup=sft: demonstrations may be longer than rollouts": run.settings.train.warmup == "sft",
         f"prompts, which the extra hub reads: each is taken to have {UNREAD} tokens": _unread(run),
     }
     return tuple(note for note, applies in notes.items() if applies)

@@ -192,10 +192,10 @@ def _logger(run: Prepared[Any], job_type: str, say: Callable[[str], None], warn:
 
 def evaluate_model(run: Prepared[EvalRunSettings]) -> EvalResult:
     """Return greedy accuracy and pass@k of a model; `samples.jsonl` and `summary.json` go into the run's folder."""
-    settings, tracker = run.settings, _logger(run, "eval", print, to_stderr)
-    summary: dict[str, Any] = {"status": "failed"}
+    settings, summary = run.settings, dict[str, Any](status="failed")
+    runtime, start = set_up(run, settings.model), time.perf_counter()
+    tracker = _logger(run, "eval", print, to_stderr)  # a model that is refused leaves nothing
     try:
-        runtime, start = set_up(run, settings.model), time.perf_counter()
         with torch.autocast(runtime.device.type, torch.bfloat16, enabled=settings.model.autocast == "bfloat16"):
             found = search_with(runtime, run.search, settings.eval, settings.sampling, settings.seed)
             greedy = evaluate_with(runtime, settings.eval, settings.sampling, settings.seed, settings.eval.split)

@@ -17,6 +17,10 @@ if [[ -f $folder/model.safetensors && -f $folder/LICENSE ]]; then
     echo "$folder is there already"
     exit 0
 fi
+if [[ -e $folder && ! -f $folder/model.safetensors ]]; then
+    echo "error: $folder is there and is no model; name a new folder" >&2
+    exit 1
+fi
 has='from importlib.util import find_spec as has; assert has("torch") and has("transformers") and has("pip")'
 if ! python -c "$has" 2>/dev/null; then
     source scripts/setup.sh

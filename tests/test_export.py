@@ -135,6 +135,7 @@ def test_what_cannot_be_exported_is_refused_and_nothing_is_written_over(run: Pat
     for words, message in (
         ((whole, out, "--merge"), "holds no adapters but an ordinary model; leave it out"),
         ((whole, out, "--dtype", "int3"), "dtype=int3 must be"),
+        ((whole, out, "--dtype", "auto"), "--dtype=auto"),
         ((tmp_path, out), "holds no complete checkpoint; name a run"),
         *(((run, place), "is not an empty folder; name a new one") for place in (theirs, tmp_path / "mine.txt")),
     ):

@@ -273,6 +273,7 @@ def test_the_target_is_of_the_highest_accuracy(tmp_path):
     assert comparison.target == pytest.approx(0.95 * 0.9)
     leave(tmp_path / "a" / "other", choices={"task": "easy"})
     assert compared(tmp_path / "a").target is None, "accuracies of two tasks"
+    assert "No completed run was evaluated" not in reported(tmp_path / "a")[0]
     shutil.rmtree(tmp_path / "a" / "other")
     leave(tmp_path / "a" / "again", (0.5, 0.6, 0.6), settings={"n": 1, "seed": 1}, seconds_per_step=2.0)
     assert compared(tmp_path / "a").arms[1].reaching(0.6) == [10.0, 20.0]

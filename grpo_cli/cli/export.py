@@ -34,6 +34,8 @@ def export(place: Path, target: Path, merge: bool, base: str | None = None, dtyp
 
     UserError if there is no checkpoint, if `target` is there already, and as in `write_model`; then nothing is written.
     """
+    if dtype == "auto":
+        raise UserError("--dtype=auto: give float32 or bfloat16, or leave it out to keep the precision")
     checkpoint, record = weights_in(place.expanduser(), str(place))
     given = {key: value for key, value in (("path", base), ("dtype", dtype)) if value is not None}
     settings = model_of("hf", **_of_the_model(record, checkpoint) | given, autocast="none")
@@ -90,4 +92,5 @@ def _recipe(record: RunRecord) -> Iterator[str]:
     """Yield a run's settings as typed, in lines of code without secrets; of a place on this machine only the name."""
     words = [word for word in record.overrides if not key_of(word).startswith(_OF_THE_MACHINE)]
     for key, _, value in (word.partition("=") for word in arguments_without_secrets(words)):
-        yield "    " + plain(f"{key}={value.rpartition('/')[2] if value.startswith(('/', '~')) else value}")
+        bare = value.strip("'\"")
+        yield "    " + plain(f"{key}={bare.rpartition('/')[2] if bare.startswith(('/', '~')) else value}")

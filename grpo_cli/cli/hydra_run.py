@@ -42,8 +42,10 @@ def hand_over(
             if not own.is_dir():
                 raise UserError(f"--config-dir={own} is not a folder: name the one that holds your choices")
             words = [f"hydra.searchpath=[{quoted(f'file://{own.absolute()}')}]", *words]
+        if is_sweep and only_print:
+            raise UserError("--cfg prints the settings of one run: leave -m out, and give each setting one value")
         refuse([*unusable(words, is_sweep)])
-        if is_sweep and not only_print:
+        if is_sweep:
             _sweep(command, words)
             return
         with explained(command, words):

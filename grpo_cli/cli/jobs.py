@@ -88,6 +88,8 @@ def evaluate(command: Command, settings: EvalRunSettings) -> Any:
 
 def profile(command: Command, settings: ProfileRunSettings) -> Any:
     """Profile, print what was found, and return the peak memory."""
+    if settings.resume is not None:
+        raise UserError("resume= is for grpo train: type the settings of the run that is to be profiled")
     run = prepare(settings, profiling.fast_when_planned(settings.profile.for_gpu))
     with run_folder(command, run.settings):
         peak = profiling.profile(run, command.typed, to_stderr, experiment.say_to_stderr, console())
@@ -157,7 +159,7 @@ def _record(
         config[group][name] = getattr(getattr(settings, group), name)
     typed = [word for word in command.typed if key_of(word) not in OF_A_RESUME]
     if resumed is not None:
-        typed = [*resumed.overrides, *(word for word in typed if word not in resumed.overrides)]
+        typed = [*(word for word in resumed.overrides if word not in typed), *typed]
     files = [*leaves("task", config["task"]).values(), config.get("train", {}).get("warmup_path")]
     about: dict[str, Any] = {"began": datetime.now(UTC).isoformat(timespec="seconds"), "host": platform.node()}
     about |= {"code": records.code_version(), "data": records.digests(files)}
@@ -179,4 +181,6 @@ def _record_changes(folder: Path, before: records.RunRecord, record: records.Run
     for key in [key for key in then if key in now and then[key] != now[key]]:
         changed.append(f"{key}={plain(shown(now[key]))} (was {plain(shown(then[key]))})")
         to_stderr(f"changed since the run began: {changed[-1]}")
-    records.write_record(folder, replace(record, about={**record.about, "changed": changed}))
+    data = {**before.about.get("data", {}), **record.about["data"]}
+    about = {**before.about, "own_code": record.about["own_code"], "data": data, "changed": changed}
+    records.write_record(folder, replace(record, about=about))

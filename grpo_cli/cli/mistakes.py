@@ -30,6 +30,8 @@ def unusable(words: Sequence[str], is_sweep: bool) -> Iterator[str]:
             yield f"{key} is no option; settings are typed without dashes: {ours if '=' in ours else f'{ours}=...'}"
         elif key == "resume" and value != "null" and (value == "sweep") != is_sweep:
             yield f"{word}: a sweep continues with -m resume=sweep, one run with resume=<folder> and without -m"
+        elif key == "hydra.run.dir" and is_sweep:
+            yield f"{word} is of one run: a sweep writes to hydra.sweep.dir=<folder>"
         elif key == "hydra.job.chdir" and value != "false":
             yield f"{word} moves a run from the folder to which its paths refer: leave it out"
 

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from grpo_cli.report.rollouts import Recorded, Recording, extremes, read_recording, visible
+from grpo_cli.runs.layout import SAMPLES
 from grpo_cli.support import terminal
 from grpo_cli.support.errors import UserError, closest
 from grpo_cli.support.formatting import plain
@@ -52,6 +53,8 @@ def _found(folder: Path, step: int | None) -> Recording:
     if found is None:
         raise UserError(f"{plain(folder)} holds no rollouts; grpo ls lists runs")
     if not found.rollouts:
+        if found.file.name == SAMPLES and step is not None:
+            raise UserError(f"{plain(found.file)} is of an evaluation, which has no steps: leave --step out")
         there = f"steps {found.steps[0]} to {found.steps[-1]}" if found.steps else "no step (record.rollouts=0?)"
         wanted = "no rollouts" if step is None else f"no rollouts of --step={step}"
         raise UserError("\n".join([f"{plain(found.file)} holds {wanted}, but of {there}", *found.notes]))

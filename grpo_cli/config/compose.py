@@ -37,7 +37,7 @@ def composed(name: str, typed: Sequence[str]) -> Command:
     if not str(about.run.dir).strip():
         raise UserError("hydra.run.dir is empty: name the folder that the run is to write into (. is the current one)")
     with read_write(about.runtime), open_dict(about.runtime):
-        about.runtime.output_dir = os.path.abspath(about.run.dir)
+        about.runtime.output_dir = os.path.abspath(os.path.expanduser(about.run.dir))
     settings = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
     return of_hydra(name, settings, start.record)
 
@@ -49,8 +49,8 @@ def of_hydra(name: str, cfg: Any, record: RunRecord | None) -> Command:
     is_split = name != "eval" or cfg.eval.split == "train" or keys & {"task.eval_path", "task.eval_fraction"}
     if "task.path" in keys and "eval_fraction" in cfg.task and not (is_split or "task._target_" in keys):
         # A file that is typed is evaluated whole, unless the run was trained on it.
-        trained = {} if record is None else record.about.get("data", {})
-        if not {*digests([cfg.task.path]).values()} & {*trained.values()}:
+        trained = {} if record is None else {**record.about.get("data", {}), "": record.config["task"].get("path")}
+        if not {cfg.task.path, *digests([cfg.task.path]).values()} & {*trained.values()}:
             cfg.task.eval_path, cfg.task.eval_fraction = None, 1.0
     chosen = {} if record is None else dict(record.choices)
     chosen |= {str(group): str(choice) for group, choice in about.runtime.choices.items()}

@@ -50,6 +50,8 @@ def start_of(command: str, typed: Sequence[str]) -> Start:
     if command == "train" and (place := value_of("resume", typed)) is not None:
         return _to_resume(place, typed)
     if command == "eval" and (place := value_of("checkpoint", typed)) is not None:
+        if any(key_of(word) == "checkpoint" and isinstance(parsed(word), list) for word in typed):
+            raise UserError(f"checkpoint={place} names several: evaluate one at a time; grpo report compares them")
         return _to_evaluate(place, [word for word in typed if key_of(word) != "checkpoint"])
     return Start(command, typed)
 
@@ -62,6 +64,8 @@ def over(command: str, record: RunRecord | None, decided: Mapping[str, Any], typ
         assert record.source is not None, "it was read from a file"
         keys, recorded = {*map(key_of, typed)}, leaves("", record.config)
         own = {group for group in groups if not is_package_target(recorded.get(f"{group}._target_", "grpo_cli."))}
+        if "experiment" in keys and value_of("experiment", typed) != record.choices.get("experiment"):
+            raise UserError("experiment= is for a new run: type the settings that are to change")
         same = {group for group in groups & keys - own if value_of(group, typed) == record.choices.get(group)}
         kept = _kept(command, record, groups & keys - same)
         refuse_foreign(leaves("", kept).items(), keys - groups, record.source.parent)
@@ -105,7 +109,7 @@ def _to_resume(place: str, typed: Sequence[str]) -> Start:
     run_dir = value_of("hydra.run.dir", typed)
     if (place == "here") is (run_dir is None):
         raise UserError(f"resume={place}: hydra.run.dir=<folder> goes with resume=here and nothing else: name one")
-    if run_dir is not None and read_record(Path(run_dir)) is None:  # the run begins
+    if run_dir is not None and read_record(Path(run_dir).expanduser()) is None:  # the run begins
         return Start("train", [word for word in typed if key_of(word) not in OF_A_RESUME])
     folder = resolve_run(run_dir or place)
     if place == "auto":
@@ -121,8 +125,6 @@ def _to_resume(place: str, typed: Sequence[str]) -> Start:
 
 
 def _to_evaluate(place: str, typed: Sequence[str]) -> Start:
-    if isinstance(parsed(f"checkpoint={place}"), list):
-        raise UserError(f"checkpoint={place} names several: evaluate one at a time, grpo report outputs/eval shows all")
     weights, record = weights_in(Path(place).expanduser(), f"checkpoint={place}")
     if step_of(weights.name) is not None and record is None and value_of("task", typed) is None:
         raise UserError(f"{weights.parent.parent} has no {RUN} that names the task of checkpoint={place}: type task=")

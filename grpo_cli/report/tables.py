@@ -146,9 +146,9 @@ def footnotes(comparison: Comparison) -> list[str]:
         notes.append("Arms of different tasks are not compared with each other.")
     if any(arm.final_accuracy and arm.final_accuracy.over == "problems" for arm in arms):
         notes.append("* One seed, or seeds that agree: the interval is over the held-out problems, not over seeds.")
-    if target is None:
+    if not any(arm.curves for arm in arms):
         notes.append("No completed run was evaluated, so there is no accuracy (eval.every).")
-    else:
+    elif target is not None:
         notes.append(
             f"Time to target: an accuracy of {target:.3f} ({comparison.target_is}); training seconds up to the first "
             "evaluation that reaches it, mean over the runs that get there; times as fast: geometric mean over the "
@@ -198,5 +198,5 @@ def _cell(found: Estimate | None, form: Callable[[float], str], bare: bool = Fal
 def _reached(arm: Arm, target: float | None) -> str:
     seconds, runs = arm.reaching(target), len(arm.curves)
     if not seconds:
-        return "never" if runs else NOTHING
+        return "never" if runs and target is not None else NOTHING
     return _seconds(statistics.fmean(seconds)) + (f" ({len(seconds)} of {runs})" if len(seconds) < runs else "")

@@ -19,6 +19,7 @@ from typed import done, refused
 from grpo_cli.config.compose import settings_of
 from grpo_cli.config.instantiate import ready
 from grpo_cli.config.prepare import prepare
+from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.eviction import Dense
 from grpo_cli.engine.generation import Generation
 from grpo_cli.learner.logprobs import chosen_logprobs
@@ -245,6 +246,25 @@ def test_control_groups_around_a_process_bound_what_is_free(tmp_path):
     assert found("/a/b") == [(5000, 2300), (100000, 2300)]
     assert found("/elsewhere/in/a/container") == [(100000, 2300)]
     assert list(memory._control_groups(tmp_path / "none", tmp_path)) == []
+
+
+def test_a_prefill_holds_of_each_layer_its_keys_and_values_alone():
+    """Of 4 more layers 1,024 tokens with a key and a value of 4 numbers each, in float32."""
+    peaks = []
+    for word in ("model.architecture.num_hidden_layers=4", "model.architecture.num_hidden_layers=8"):
+        model = load_model(settings_of(*SMALL, "model.autocast=none", word).model, CPU)
+        decoder = Decoder.of(model).prepared()
+        with torch.inference_mode(), Allocations(model) as seen:
+            decoder.prefill([(3,) * 1024], False)
+            peaks.append(sum(seen.take_peak().values()))
+    assert peaks[1] - peaks[0] == 4 * 1024 * 2 * 4 * 4
+
+
+def test_saved_adapters_are_planned_like_new_ones(tmp_path):
+    pytest.importorskip("peft")
+    load_model(settings_of("model.lora.rank=2").model, CPU).save_pretrained(tmp_path)
+    new, saved = (planner(CPU, word).plan() for word in ("model.lora.rank=2", f"model.adapter={tmp_path}"))
+    assert new == saved
 
 
 @pytest.mark.parametrize("word", ["fit=auto", AUTO])

@@ -177,22 +177,20 @@ class Decoder:
         count, dim = len(prompts), self.layout.dim
         padded = np.array([[*p, *[p[-1]] * (width - len(p))] for p in prompts])
         ids, last = send(self.device, padded, np.array([row * width + len(p) - 1 for row, p in enumerate(prompts)]))
-        keys: list[Tensor] = []
-        values: list[Tensor] = []
-        received: list[Tensor] = []
+        shape, received = (len(self.layers), count, self.layout.heads, width, dim), list[Tensor]()
+        keys, values = (torch.empty(shape, dtype=self.precision, device=self.device) for _ in range(2))
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             # Right padding under a causal mask: no real token attends to padding.
             q, k, v = (t.view(count, width, -1, dim).transpose(1, 2) for t in (q, k, v))
-            keys.append(k)
-            values.append(v)
+            keys[layer], values[layer] = k, v  # copies: views would keep every layer's queries
             if needs_received:
                 received.append(_received(q, k, [len(ids) for ids in prompts], self.scale))
             return causal(q, k, v, self.scale).transpose(1, 2).reshape(count * width, -1)
 
         positions = torch.arange(width, device=self.device).repeat(count)
         hidden = self.run(ids.view(-1), positions, attend, self.functions)
-        return torch.stack(keys), torch.stack(values), self.logits(hidden[last]), received
+        return keys, values, self.logits(hidden[last]), received
 
     def step(self, rows: Rows, cache: PagedCache, evictor: Evictor | None = None) -> Float[Tensor, "R H"]:
         """Feed one token per row: write each row's key and value, and return the last hidden state."""

@@ -22,6 +22,7 @@ from grpo_cli.learner.sample_size import effective_share, rate_factor
 from grpo_cli.model.anatomy import has_dropout
 from grpo_cli.model.transfer import send
 from grpo_cli.settings import ModelSettings, OptimSettings, Sampling, TrainSettings
+from grpo_cli.support.errors import UserError
 from grpo_cli.support.memory import give_back_freed
 from grpo_cli.support.meter import Meter
 from grpo_cli.support.threads import computing_with, threads_for
@@ -63,6 +64,10 @@ class Learner:
         self._model, self._loss, self._train, self._optim = model, loss, train, optim
         self._max_new_tokens = sampling.max_new_tokens
         trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+        if model_settings.adapted and (low := [name for name, w in trained.items() if w.dtype == torch.bfloat16]):
+            raise UserError(
+                f"{low[0]} would lose small updates in bfloat16: use model.dtype=float32 with it"
+            )
         self._names, self._parameters = list(trained), list(trained.values())
         self._device = self._parameters[0].device
         self._forward = make_forward(model, model_settings, train, sampling.temperature, warn)

@@ -61,6 +61,8 @@ def measure(
     """Warm up and measure steps, then an evaluation; nothing is saved or logged. Return phases by name, including
     `step` and the part of it outside any phase (`rest`); the peak; the engine's figures."""
     settings, wanted = run.settings, run.settings.profile
+    if wanted.lengths == "full":
+        settings = replace(settings, sampling=replace(settings.sampling, stop=()))
     peaks = PhasePeaks(run.device)
     meter = Meter(run.device, peaks)
     ends = {"eos_token_ids": (NEVER,)} if wanted.lengths == "full" else {}

@@ -23,6 +23,7 @@ from grpo_cli.engine.kv_cache import KvLayout
 from grpo_cli.engine.layers import PACKED_FROM, has_packed, linear_layers
 from grpo_cli.learner.logprobs import AT_ONCE, ByRow, chosen_logprobs
 from grpo_cli.memory.allocations import Allocations
+from grpo_cli.model.adapters import made_anew
 from grpo_cli.model.anatomy import backbone
 from grpo_cli.model.checkpointing import keep_little, last_states, recompute_layers
 from grpo_cli.model.checks import ARCHITECTURES
@@ -95,7 +96,7 @@ class ShapeModel:
         self.train_lines = cache(self._train_lines)
 
     def _made(self, layers: int) -> Any:
-        settings = replace(self.settings, random_init=True, quantize="none", offload_activations=False)
+        settings = replace(made_anew(self.settings), random_init=True, quantize="none", offload_activations=False)
         # PEFT moves new adapters to the device that they are on already, which a fake parameter cannot be.
         with self._fake, patch.object(nn.Module, "to", lambda module, *_, **__: module):
             model = load_model(settings, torch.device("cpu"), any_family=True, layers=layers)

@@ -9,6 +9,7 @@ import json
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,17 @@ def with_adapters(model: Any, settings: ModelSettings) -> Any:
         shape = {"r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout}
         kind = {"use_dora": lora.dora, "use_rslora": lora.rslora, "task_type": "CAUSAL_LM"}
         return peft.get_peft_model(model, peft.LoraConfig(**shape, **kind, target_modules=list(lora.targets)))
+
+
+def made_anew(settings: ModelSettings) -> ModelSettings:
+    """Return settings that make new adapters of the saved ones' shape: for plans, which read no weights."""
+    if settings.adapter is None:
+        return settings
+    saved = read_config(Path(settings.adapter).expanduser())
+    if isinstance(names := saved["target_modules"], str):
+        raise UserError(f"model.adapter={settings.adapter}: no plan of layers that {names!r} matches; leave fit out")
+    lora = replace(settings.lora, rank=saved["r"], dora=bool(saved.get("use_dora")), targets=tuple(names))
+    return replace(settings, adapter=None, lora=lora)
 
 
 def _with_saved(model: Any, place: str, lora: LoraSettings) -> Any:

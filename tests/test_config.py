@@ -114,8 +114,6 @@ def test_a_part_of_ones_own_inherits_only_what_it_takes(monkeypatch: pytest.Monk
 REFUSED = {
     "sampling.max_turn_tokens=9": "sampling.max_turn_tokens",
     "task=jsonl task.path=x.jsonl +task.weights.overlong=1 train.truncated=zero": "train.truncated=zero",
-    "n=0": "n=0",
-    "seed=true": "seed=true",
     "train.steps='3'": "train.steps=3",
     "optim.lr=null": "optim.lr=null",
     "train.micro_batch_tokens=all": "train.micro_batch_tokens=all",

@@ -122,14 +122,8 @@ def test_a_long_first_step_foresees_the_run_once_and_says_where_it_is_every_minu
     assert screen.lines()[1] == "step 1/80  rollout 14/256 1m04s, 18m26s left"
 
 
-WRITES = """
-import sys
-from grpo_cli.support import terminal
-console = terminal.console()
-for line in range(20_000):
-    console.print(line)
-print("went on", file=sys.stderr)
-"""
+PRINTS = "from grpo_cli.support.terminal import console; c = console(); [c.print(line) for line in range(20_000)]"
+WRITES = f"{PRINTS}; import sys; print('went on', file=sys.stderr)"
 
 
 def test_a_program_goes_on_and_ends_well_without_a_reader() -> None:

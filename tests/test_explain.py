@@ -119,14 +119,7 @@ def test_every_word_that_a_person_may_meet_is_explained(capsys: pytest.CaptureFi
         assert capsys.readouterr().out, word
 
 
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [
-        ("optim.lrr", "did you mean optim.lr?"),
-        ("mismatch/kll", "did you mean mismatch/kl?"),
-        ("loss=grop", "a2po (experimental), echo (experimental), mu_grpo (experimental); did you mean grpo?"),
-        ("zzzzzzz", "zzzzzzz is no group, choice, setting or metric\n"),
-    ],
-)
-def test_an_unknown_word_gets_the_nearest_one(word, message):
-    assert message in refused("explain", word)
+def test_an_unknown_word_gets_the_nearest_one():
+    for word, message in (("optim.lrr", "did you mean optim.lr?"), ("mismatch/kll", "did you mean mismatch/kl?")):
+        assert message in refused("explain", word)
+    assert "zzzzzzz is no group, choice, setting or metric\n" in refused("explain", "zzzzzzz")

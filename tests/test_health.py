@@ -16,7 +16,6 @@ WELL |= {"group/zero_std": 0.9, "mismatch/ratio_mean": 1.1}
     ("name", "value", "key"),
     [
         ("reward/mean", 0.5, ""),  # at the edge of every limit there is no warning
-        ("response/truncated", 0.44, "sampling.max_new_tokens"),
         ("group/zero_std", 0.91, "sampling.temperature"),
         ("eval/problems", 19.0, "eval.problems"),
         ("mismatch/ratio_mean", 0.89, "correction"),

@@ -110,14 +110,12 @@ def test_a_bench_works_at_a_small_size_and_leaves_its_figures(name, tmp_path):
 ASKED = {
     "datasets": "task=gsm8k",
     "hydra_plugins.hydra_optuna_sweeper": "-m hydra/sweeper=optuna",
-    "hydra_plugins.hydra_submitit_launcher": "-m hydra/launcher=submitit_slurm",
     "math_verify": "task.path=p.jsonl task=jsonl task.reward=math",
     "peft": "model.autocast=none model.lora.rank=2",
     "pyarrow": "task=jsonl task.path=p.parquet",
     "ray": "engine=ray",
     "reasoning_gym": "task.name=gcd task=reasoning_gym",
     "tensorboard": "logger=tensorboard",
-    "trackio": "logger=trackio",
     "vllm": "engine=vllm",
 }
 

@@ -25,7 +25,8 @@ def print_help(command: str, words: Sequence[str], own: Path | None = None) -> N
     for one that does not exist."""
     file, typed = read_command(command), dict(word.partition("=")[::2] for word in words)
     named = typed.get("experiment", "none")
-    recipe = read_choice("experiment", named if named in choices("experiment") else "none")
+    is_there = named in choices("experiment") or (own and (own / "experiment" / f"{named}.yaml").is_file())
+    recipe = read_choice("experiment", named if is_there else "none", own)
     chosen = {group: {**file.choices, **recipe.choices, **typed}[group] for group in groups_of(command)}
     unknown = [one for one in chosen.items() if one[1] not in choices(one[0])]
     refuse([no_choice(*one) for one in unknown if not (own and (own / one[0] / f"{one[1]}.yaml").is_file())])

@@ -86,11 +86,12 @@ def _no_setting(key: str, known: Mapping[str, str]) -> str:
 
 def _known_keys(command: str, words: Sequence[str]) -> dict[str, str]:
     """Return every key of the configuration with the choices among these words, and its value in `conf/`."""
-    file = read_command(command)
+    file, named = read_command(command), value_of("experiment", words) or "none"
+    chosen = {**file.choices, **(read_choice("experiment", named).choices if named in choices("experiment") else {})}
     known = {key: one.value for key, one in file.settings.items()}
     for group in groups_of(command):
         typed = value_of(group, words)
-        known[group] = typed if typed is not None and typed in choices(group) else file.choices[group]
+        known[group] = typed if typed is not None and typed in choices(group) else chosen[group]
         known |= {f"{group}.{key}": one.value for key, one in read_choice(group, known[group]).settings.items()}
     return known
 

@@ -65,9 +65,7 @@ class Learner:
         self._max_new_tokens = sampling.max_new_tokens
         trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
         if model_settings.adapted and (low := [name for name, w in trained.items() if w.dtype == torch.bfloat16]):
-            raise UserError(
-                f"{low[0]} would lose small updates in bfloat16: use model.dtype=float32 with it"
-            )
+            raise UserError(f"{low[0]} would lose small updates in bfloat16: use model.dtype=float32 with it")
         self._names, self._parameters = list(trained), list(trained.values())
         self._device = self._parameters[0].device
         self._forward = make_forward(model, model_settings, train, sampling.temperature, warn)

@@ -29,8 +29,8 @@ def overview(comparison: Comparison) -> Iterator[str]:
         about["commit"] = commit[:12]
     if about:
         yield ", ".join(f"{key} {shown(value)}" for key, value in about.items())
-    typed = dict.fromkeys(key for one in recorded for key in one.typed if key in shared)
-    words = [f"{key}={shown(shared[key])}" for key in typed if key.partition(".")[0] not in NO_DIFFERENCE]
+    typed = {key: word for one in recorded for key, word in one.typed.items() if key in shared}
+    words = [word for key, word in typed.items() if key.partition(".")[0] not in NO_DIFFERENCE]
     if words:
         yield f"all of them: grpo train {shlex.join(words)}"
 

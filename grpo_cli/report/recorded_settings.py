@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_cli.runs.record import RunRecord
@@ -21,11 +21,11 @@ _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 class RecordedSettings:
     """Settings by key: `optim.lr`, or a group's name for the choice made in it (`groups`).
 
-    `typed` are the keys of the command line. Without a record (`known` is False) only their settings are there.
+    `typed` are the words of the command line, by key; all that is there without a record (`known` is False).
     """
 
     settings: Mapping[str, Setting]
-    typed: tuple[str, ...] = ()
+    typed: Mapping[str, str] = field(default_factory=dict)
     groups: frozenset[str] = frozenset()
     command: str = "train"
     known: bool = True
@@ -46,16 +46,16 @@ def settings_of_record(record: RunRecord) -> RecordedSettings:
     referred = {key: match[1] for key, value in settings.items() if (match := _REFERENCE.fullmatch(str(value)))}
     settings |= {key: settings[other] for key, other in referred.items() if other in settings}
     choices = {plain(group): plain(choice) for group, choice in record.choices.items()}
-    typed = dict(map(_override, record.overrides))
-    if typed.get(TOKENS) == "auto":
-        del typed[TOKENS]  # it was chosen
-    return RecordedSettings(settings | choices, tuple(typed), frozenset(choices), record.command)
+    chosen = f"{TOKENS}=auto"
+    typed = {_override(word)[0]: plain(word) for word in record.overrides if word != chosen}
+    return RecordedSettings(settings | choices, typed, frozenset(choices), record.command)
 
 
 def settings_of_overrides(overrides: Sequence[str], command: str) -> RecordedSettings:
     """Return the settings of a job that has no record yet: the overrides that it starts with."""
     typed = dict(map(_override, overrides))
-    return RecordedSettings(typed, tuple(typed), command=command, known=False)
+    words = {_override(word)[0]: plain(word) for word in overrides}
+    return RecordedSettings(typed, words, command=command, known=False)
 
 
 def _flat(value: Any, name: str) -> Iterator[tuple[str, Setting]]:

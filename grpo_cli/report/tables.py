@@ -184,7 +184,7 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
 
 def _run_json(run: Run) -> dict[str, Any]:
     names = ("folder", "reason", "notes", "steps", "code", *MEANS)
-    facts = {"state": run.state.value, "seed": run.recorded.seed, "overrides": run.recorded.typed}
+    facts = {"state": run.state.value, "seed": run.recorded.seed, "overrides": [*run.recorded.typed]}
     return {**{name: getattr(run, name) for name in names}, **facts, "curve": asdict(run.curve)}
 
 

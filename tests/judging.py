@@ -1,4 +1,4 @@
-"""A made-up server of chat completions in the test's process, which returns given answers, or none."""
+"""A fake server of chat completions in the test's process, which returns set answers, or none."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def test_each_token_comes_out_for_its_own_share_of_the_unit_interval(
 
 @WAYS
 def test_a_row_draws_the_same_in_any_company_and_precision(way: str) -> None:
-    """By a sum over every token in float64; of settings that differ by row, and of so many logits in bfloat16 that a
+    """By a sum over every token in float64; of settings that differ by row, and of logits in bfloat16, so many that a
     few rows are converted at a time."""
     uniform = torch.from_numpy(uniforms([5], 70)[0])
     for dtype in (torch.float32, torch.bfloat16):

@@ -128,7 +128,7 @@ def test_a_job_that_would_repeat_another_is_skipped(tmp_path, pretended):
 
 
 def test_a_sweep_that_is_stopped_says_how_to_go_on_and_ends_with_130(tmp_path, pretended, monkeypatch):
-    """The first job presses ctrl-C, and runs until it is told to stop."""
+    """The first job presses ctrl-C, and runs until a signal stops it."""
     waits, own = "n=0; while [ $((n+=1)) -lt 2400 ]; do sleep 0.05; done", f"--config-dir={tmp_path}/mine"
     (tmp_path / "mine").mkdir()
     with monkeypatch.context() as patched:

@@ -131,7 +131,7 @@ def test_an_episode_that_is_cut_off_goes_on_as_if_it_had_not_been(model, expecte
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("room, taken", [(0, False), (1, True)])
 def test_an_answer_is_read_only_where_the_model_can_reply_to_it(model, in_place, room, taken):
-    """Answers that leave room for so many tokens."""
+    """Answers that leave room for a number of tokens."""
 
     class Fills(Talk):
         def between(self, turns: Any, said: Any) -> Any:

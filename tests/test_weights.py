@@ -45,7 +45,7 @@ def test_packed_copies_with_adapters_say_what_the_modules_say(precision):
 
 
 class Counting:
-    """A compiler that gives back what it was given, counts, and fails at one of them if it is told to."""
+    """A compiler that returns its argument, counts calls, and fails at one of them if a test sets it."""
 
     def __init__(self) -> None:
         self.compiled, self.fails_at = 0, -1

@@ -17,9 +17,11 @@ from grpo_cli.runs.layout import SAMPLES
 from grpo_cli.settings import ExamSettings, SampleSettings, Sampling, SplitExamSettings
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.intervals import mean_interval, pass_at_k, wilson_interval
-from grpo_cli.support.meter import Count, uncounted
+from grpo_cli.support.meter import ReportProgress, uncounted
 from grpo_cli.tracking.examples import example
-from grpo_cli.types import Example, Finish, Prompt, Rollout, ScoredGroup
+from grpo_cli.types import Example, Prompt, Rollout, ScoredGroup
+
+MOST_UNJUDGED = 0.1  # an outage of the judge is no accuracy
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ def evaluate(
     sampling: Sampling,
     k: int,
     seed: int,
-    count: Count = uncounted,
+    count: ReportProgress = uncounted,
 ) -> EvalResult:
     """Return the metrics of one greedy rollout and `k` sampled ones per prompt; `count` is a span's (`support.meter`).
 
@@ -66,7 +68,7 @@ def evaluate_with(
     sampling: SampleSettings,
     seed: int,
     split: str = "eval",
-    count: Count = uncounted,
+    count: ReportProgress = uncounted,
 ) -> EvalResult:
     """Evaluate by `settings`: its problems (-1: the whole split), sampled at its temperature."""
     prompts, at = _prompts_of(runtime.task, settings, split), sampling.at(settings.temperature)
@@ -82,7 +84,7 @@ def search_with(
     if found is None:
         return EvalResult({}, ())
     rollouts, costs = found
-    if [one.request.prompt for one in rollouts] != prompts or any(one.finish is Finish.PARTIAL for one in rollouts):
+    if [one.request.prompt for one in rollouts] != prompts or any(one.is_partial for one in rollouts):
         raise UserError("search: return one whole rollout for each prompt, in their order")
     groups = _scored(runtime.task, prompts, rollouts)
     examples = tuple(_examples(runtime.task, groups, "searched"))
@@ -107,7 +109,12 @@ def write_samples(run_dir: Path, examples: Sequence[Example]) -> None:
 
 
 def _scored(task: Task, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[ScoredGroup]:
-    return score_all(task, group_rollouts(prompts, rollouts))
+    """Judge the rollouts. UserError if the judge fails on more than `MOST_UNJUDGED` of them, which count as wrong."""
+    groups = score_all(task, group_rollouts(prompts, rollouts))
+    failed = sum(not reward.judged for group in groups for reward in group.rewards)
+    if failed > MOST_UNJUDGED * len(rollouts):
+        raise UserError(f"the judge failed on {failed} of {len(rollouts)} answers of the evaluation: fix it and repeat")
+    return groups
 
 
 def _accuracy(name: str, groups: Sequence[ScoredGroup]) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pkgutil
 import random
 import time
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from grpo_cli.engine.common import EngineParts
 from grpo_cli.engine.torch_engine import TorchEngine
 from grpo_cli.evaluate import EvalResult, evaluate_with, search_with, write_samples
 from grpo_cli.interfaces import Engine, Parts, Runtime, Tracker, Warmup
-from grpo_cli.model.checks import check_device, check_vocabulary, context_of
+from grpo_cli.model.checks import check_vocabulary, context_of
 from grpo_cli.model.load import at_checkpoint, eos_token_ids, load_model, load_tokenizer, pad_token_id, save_pretrained
 from grpo_cli.runs.files import write_object
 from grpo_cli.runs.layout import SUMMARY
@@ -43,9 +42,9 @@ from grpo_cli.train import Trainer
 from grpo_cli.types import Record
 
 
-def uses_torch_engine(settings: RunSettings | EvalRunSettings) -> bool:
+def uses_torch_engine(parts: Factories) -> bool:
     """True if `engine=torch` makes the rollouts: it allocates through PyTorch, and its shapes are known."""
-    kind = pkgutil.resolve_name(str(settings.parts["engine"]["_target_"]))
+    kind = parts["engine"].code
     return isinstance(kind, type) and issubclass(kind, TorchEngine)
 
 
@@ -62,7 +61,7 @@ def build(run: RunSettings | Prepared[RunSettings]) -> Trainer:
     checkpoint = checkpoint_to_resume(settings, console.warn)
     weights = at_checkpoint(settings.model, checkpoint) if checkpoint else settings.model
     runtime = set_up(prepared, weights, console.warn)
-    if uses_torch_engine(settings):  # compiles C and tries the model's bits before the clock of training starts
+    if uses_torch_engine(prepared.parts):  # compiles C and tries the model's bits before the clock of training starts
         with torch.autocast(runtime.device.type, torch.bfloat16, enabled=settings.model.autocast == "bfloat16"):
             list(runtime.engine.generate([]))
     for line in introduction(replace(settings, model=weights), runtime):
@@ -82,11 +81,10 @@ def build(run: RunSettings | Prepared[RunSettings]) -> Trainer:
 def set_up(
     run: Prepared[Any], weights: ModelSettings, warn: Callable[[str], None] = say_to_stderr, **engine: Any
 ) -> Runtime:
-    """Load the model and build its task and engine; `engine` is offered to the engine's builder first."""
+    """Load the model and build its task and engine; `engine` replaces what its builder is offered."""
     settings, device = run.settings, run.device
-    if device.type == "cuda" and uses_torch_engine(settings):
+    if device.type == "cuda" and uses_torch_engine(run.parts):
         expand_segments()
-    check_device(weights, device)
     tokenizer = load_tokenizer(weights)
     model = _load(run, weights)
     check_vocabulary(model, tokenizer, weights.path)
@@ -163,7 +161,7 @@ def parts_of(
     reference: Any = None
     warmup: Warmup | None = None
     if rules.loss.needs_reference:  # of the start's weights, never a checkpoint's
-        if settings.model.adapted and settings.model.adapter is None:  # it is what lies below them
+        if settings.model.holds_reference:
             reference = runtime.model
         else:
             reference = _load(run, settings.model).requires_grad_(False).eval()

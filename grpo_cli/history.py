@@ -79,7 +79,5 @@ def of_kind(state: Mapping[str, Any] | None, group: str, kind: str) -> Mapping[s
     """Return a rule's state from a checkpoint. UserError if it is not of this kind of rule."""
     if state is None or state.get("kind") != kind:
         found = "nothing" if state is None else f"what {group}={state.get('kind')} has learnt"
-        raise UserError(
-            f"the checkpoint holds {found} for {group}={kind}; leave {group} as the run had it, or start a new run"
-        )
+        raise UserError(f"the checkpoint holds {found} for {group}={kind}; resume with that choice, or start a new run")
     return state

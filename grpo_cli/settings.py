@@ -24,6 +24,7 @@ RECOMPUTE, OFFLOAD = "model.gradient_checkpointing", "model.offload_activations"
 PARK, STATE = "optim.park", "optim.offload"
 CHOSEN_TO_FIT = {TOKENS, CHUNK, SLOTS, RECOMPUTE, OFFLOAD, PARK, STATE}
 
+SHARE_VARIABLE = "GRPO_GPU_SHARE"  # in the environment of a sweep's job: its share of a GPU
 MOST_SAMPLES = 2**16
 Seed = Annotated[int, Field(ge=0, le=2**64 - 1)]
 Many = Annotated[int, Field(ge=1, le=2**22)]  # rollouts or prompts of a step: each is a Python object
@@ -70,7 +71,7 @@ class Sampling(SampleSettings):
 
     @classmethod
     def plain(cls, max_new_tokens: int, temperature: float = 1.0) -> Sampling:
-        """The model's own distribution: nothing is truncated, and no string ends a completion."""
+        """Return sampling from the model's own distribution: nothing is truncated, and no string ends a completion."""
         return cls(
             temperature=temperature, top_p=1.0, top_k=0, max_new_tokens=max_new_tokens, stop=(), max_turn_tokens=None
         )
@@ -114,6 +115,11 @@ class ModelSettings(Strict):
     def adapted(self) -> bool:
         """True if adapters are trained, and the weights below them are not."""
         return self.lora.rank > 0 or self.adapter is not None
+
+    @property
+    def holds_reference(self) -> bool:
+        """True if the reference is what lies below new adapters; saved ones are a part of it."""
+        return self.adapted and self.adapter is None
 
     @property
     def without_files(self) -> bool:

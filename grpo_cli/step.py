@@ -17,7 +17,7 @@ from grpo_cli.collect.requests import seed_of
 from grpo_cli.interfaces import Parts, SetUp, Warmup
 from grpo_cli.learner.batch import collate, corrected, minibatches, rows_of, verdict_on, with_rows_untrained
 from grpo_cli.learner.learner import Learner, Update
-from grpo_cli.learner.old_policy import old_policy
+from grpo_cli.learner.old_policy import is_needed_first, old_policy
 from grpo_cli.metrics import reuse_metrics
 from grpo_cli.runs import layout
 from grpo_cli.select import CUT_OFF, Selection, batch_advantages, batch_rows, cut_off, finalised, row_weights, select
@@ -43,10 +43,7 @@ class Step:
             if isinstance(rule, SetUp):
                 rule.setup(parts.runtime)
         self.old_policy = old_policy(correction.prox, correction.prox_window, model, self.learner)
-        # With one update per step, and without dropout, the learner's own forward pass gives the old policy's
-        # log-probabilities, so that measuring the mismatch can wait for it.
-        several = train.epochs * train.minibatches > 1
-        self._old_policy_first = correction.needs_old_logprobs or several or self.learner.has_dropout
+        self._old_policy_first = is_needed_first(correction, train, self.learner.has_dropout)
 
     def run(self, step: int, progress: Progress) -> Record:
         """Run step `step`, from 0, and add what was done to `progress`. The record has the number of finished steps."""
@@ -208,7 +205,7 @@ class Step:
         if progress.bad_in_a_row >= self._settings.train.max_bad_updates:
             raise UserError(
                 f"{progress.bad_in_a_row} updates in a row were not finite (train.max_bad_updates="
-                f"{self._settings.train.max_bad_updates}); see {folder}. Lower optim.lr or optim.max_grad_norm"
+                f"{self._settings.train.max_bad_updates}); see {folder}; lower optim.lr or optim.max_grad_norm"
             )
 
     def _warn_of_rejection(self, step: int, selected: Sequence[Selection]) -> None:

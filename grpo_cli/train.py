@@ -11,8 +11,8 @@ from typing import Any
 
 from grpo_cli.collect import rule_state
 from grpo_cli.evaluate import evaluate_with
-from grpo_cli.interfaces import Parts, Stateful
-from grpo_cli.learner.learner import rate_jump, schedule_of
+from grpo_cli.interfaces import HasMetrics, Parts, Stateful
+from grpo_cli.learner.schedule import rate_jump, schedule_of
 from grpo_cli.runs import layout
 from grpo_cli.runs.background import Saver
 from grpo_cli.runs.checkpoint import (
@@ -47,6 +47,7 @@ class Trainer:
         self._step = Step(settings, parts)
         self._learner = self._step.learner
         self._progress = Progress()
+        self._task_digest = rule_state.digest_of(parts.runtime.task)
         self._saver = Saver(settings.train.checkpoint == "lazy", parts.meter.span)
         self._learner.before_change, self._learner.before_parking = self._before_change, self._saver.wait_until_copied
         self._health = HealthCheck()
@@ -147,6 +148,8 @@ class Trainer:
         self._learner.park()
         with parts.meter.span("eval") as count, self._learner.autocast():
             result = evaluate_with(parts.runtime, settings.eval, settings.sampling, settings.seed, count=count)
+        if isinstance(parts.runtime.task, HasMetrics):
+            parts.runtime.task.take_metrics()  # a step has those of its own rollouts
         self._saver.join()  # raises the error of the save before
         accuracy = result.metrics["eval/accuracy"]
         if self._progress.first_accuracy is None:
@@ -173,7 +176,7 @@ class Trainer:
             "progress": dict(vars(self._progress)),
             "engine": dict(self._parts.runtime.engine.state_dict()),
             "rng": rng_state(),
-            "rules": rule_state.state_of(self._parts),
+            "rules": rule_state.state_of(self._parts, self._task_digest),
             "schedule": schedule_of(self._settings.optim, self._settings.train),
         }
 
@@ -203,19 +206,20 @@ class Trainer:
             self._progress = Progress(**state["progress"])
             if self._progress.step != layout.step_of(checkpoint.name):
                 raise ValueError(f"it is of step {self._progress.step}")
-            engine, rules, records, rng = (state[name] for name in ("engine", "rules", "records", "rng"))
+            engine, rules, records, rng, schedule = (
+                state[n] for n in ("engine", "rules", "records", "rng", "schedule")
+            )
             self._learner.load_state_dict(state["optimizer"])
         self._learner.updates = self._progress.updates
         self._parts.runtime.engine.load_state_dict(engine)
-        rule_state.restore(self._parts, rules)
+        rule_state.restore(self._parts, rules, self._task_digest)
         self._step.old_policy.load_state_dict(state.get("old_policy"))
         set_rng_state(rng)
         for files, recorded in zip(self._files, records, strict=True):
             files.load_state_dict(recorded)
-        if "schedule" in state and self._progress.step < self._settings.train.steps:
-            optim, train = self._settings.optim, self._settings.train
-            if jump := rate_jump(state["schedule"], optim, train, self._progress.step):
-                self._parts.warn(jump)
+        optim, train = self._settings.optim, self._settings.train
+        if self._progress.step < train.steps and (jump := rate_jump(schedule, optim, train, self._progress.step)):
+            self._parts.warn(jump)
         self._parts.say(f"resumed at step {self._progress.step} (from {checkpoint})")
 
     def _summary(self, status: str, fault: str | None) -> dict[str, Any]:

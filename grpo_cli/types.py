@@ -102,6 +102,11 @@ class Rollout:
         return len(self.token_ids)
 
     @property
+    def is_partial(self) -> bool:
+        """True if it has not ended: it was stopped, or has not begun."""
+        return self.finish is Finish.PARTIAL
+
+    @property
     def parts(self) -> tuple[tuple[bool, tuple[int, ...]], ...]:
         """The tokens, cut where the model and its environment take turns: whether each part is the environment's.
 
@@ -148,12 +153,12 @@ class Group:
     @property
     def whole(self) -> bool:
         """True if every rollout is finished."""
-        return all(rollout.finish is not Finish.PARTIAL for rollout in self.rollouts)
+        return all(not rollout.is_partial for rollout in self.rollouts)
 
     @property
     def partial(self) -> Group:
         """The group with only the rollouts that are not finished."""
-        return Group(self.prompt, tuple(one for one in self.rollouts if one.finish is Finish.PARTIAL))
+        return Group(self.prompt, tuple(one for one in self.rollouts if one.is_partial))
 
 
 # Beyond it (either side of 0) float64 cannot represent every integer, and many squares overflow float32.
@@ -371,7 +376,7 @@ _MAY_LACK = ("turns", *FOR_RUNS)
 
 @dataclass(frozen=True)
 class Record:
-    """The record of a step: named numbers (see `metrics.py`) and a few rollouts to read."""
+    """The record of a step: named numbers (see `metric_names.py`) and a few rollouts to read."""
 
     step: int
     metrics: Mapping[str, float]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pkgutil
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -27,7 +26,6 @@ from grpo_cli.engine.length_predictor import NoPredictor
 from grpo_cli.engine.scheduling import Fifo
 from grpo_cli.engine.torch_engine import TorchEngine
 from grpo_cli.interfaces import Downsample
-from grpo_cli.metrics import METRICS
 from grpo_cli.native.library import NoNative, library
 from grpo_cli.rules.downsample import choose
 from grpo_cli.settings import Sampling
@@ -216,17 +214,6 @@ def advantages_of(rule: Any, rewards: Sequence[float | Reward], kept: Sequence[i
 def kept_by(rule: Downsample, group: ScoredGroup, keep: int, rng: np.random.Generator) -> ScoredGroup:
     """The part of the group that is trained on, in its order."""
     return group.take(choose(rule, group, keep, rng))
-
-
-def describe(metric: str) -> str:
-    """The sentence that explains it. KeyError if it has none."""
-    if metric in METRICS:
-        return METRICS[metric]
-    for name, sentence in METRICS.items():
-        escaped = re.escape(name).replace(re.escape("<k>"), r"[1-9][0-9]*")
-        if "<" in name and re.fullmatch(re.sub(r"<[a-z]+>", r"[^/]+", escaped), metric):
-            return sentence
-    raise KeyError(f"{metric!r} is not a metric: give it a sentence in metrics.METRICS")
 
 
 class FakeEngine:

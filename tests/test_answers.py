@@ -201,8 +201,8 @@ def test_who_hangs_is_a_counted_zero_within_the_limit_and_asked_once(judge: Math
 def test_what_only_looks_like_code_is_not_run(judge: MathJudge, tmp_path: Path) -> None:
     proof = tmp_path / "proof"
     call = f"__import__('os').system('touch {proof}')"
-    assert not any(it["correct"] for it in judged(judge, ("5", call), ("5", rf"\text{{{call}}}")))
-    assert not proof.exists()
+    replies = judge._workers.ask([{"reference": "5", "answer": text} for text in (call, rf"\text{{{call}}}")])
+    assert len(replies) == 2 and not any(reply.get("equal") for reply in replies) and not proof.exists()
 
 
 def test_a_comparison_that_fails_counts_a_zero_and_the_others_are_judged(

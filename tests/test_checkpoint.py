@@ -196,15 +196,6 @@ def test_a_step_s_folder_tells_its_step_also_while_it_is_written():
     assert {layout.step_of(name) for name in ("best", "step_", "step_1.bak", "a_step_1", "step_1 ")} == {None}
 
 
-def test_names_and_what_is_looked_for_by_them_load_no_torch():
-    """The process that starts a sweep's jobs would need seconds and memory."""
-    wanted = "grpo_cli.runs.find, grpo_cli.model.adapters, grpo_cli.config.overrides, hydra_plugins.grpo_processes"
-    program = f"import sys, {wanted}; print({{'torch', 'wandb'}} & {{*sys.modules}})"
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    shown = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    assert shown.stdout == "set()\n"
-
-
 def test_random_states_continue_where_they_were(tmp_path):
     def draw() -> tuple[Any, ...]:
         return torch.rand(3).tolist(), np.random.rand(3).tolist(), np.random.randn(), random.gauss(0, 1)

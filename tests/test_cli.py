@@ -38,6 +38,7 @@ COMPLETION = {"_GRPO_COMPLETE": "complete_bash", "COMP_WORDS": "grpo train sampl
         ("ls .", "torch transformers hydra wandb", {}),
         ("train --help", "torch transformers wandb", {}),
         ("train n=abc", "torch transformers wandb", {}),
+        ("eval nowhere", "torch transformers wandb", {}),
     ],
 )
 def test_what_answers_at_once_loads_no_large_library(words, unneeded, environment):

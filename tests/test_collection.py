@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bank import Scripted, collection_of
+from bank import InOrder, Scripted, collection_of
 from test_train import lasting, make_trainer, newest, settings_for
-from typer.testing import CliRunner
+from typed import done, refused
 
 import grpo_cli.collect.collection as collection_module
-from grpo_cli.cli.main import app
 from grpo_cli.collect.collection import StepCollection
 from grpo_cli.collect.epochs import Epochs
 from grpo_cli.collect.equal import equal
@@ -24,6 +23,7 @@ from grpo_cli.engine.common import together
 from grpo_cli.interfaces import StepRollouts
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
+from grpo_cli.tasks.turns import completed_future
 from grpo_cli.types import EngineStats, Prompt, Reward, Rollout, ScoredGroup
 
 PROBLEMS = [Prompt(f"q{i}", (i, 1), "") for i in range(10)]
@@ -155,6 +155,24 @@ def test_a_run_ends_once_it_has_generated_enough(tmp_path: Path) -> None:
     assert len(timed) == 2 and timed[1].items() >= whole[1].items() and "eval/accuracy" in timed[1]
 
 
+class Speaking(Scripted):
+    """Episodes of one turn, which their environment ends."""
+
+    turns, turn_ends = 2, ()
+
+    def respond(self, prompt, turns):
+        return completed_future(None)
+
+    def between(self, turns, messages): ...
+
+
+def test_an_episode_counts_in_the_step_that_ends_it():
+    first, second = (collection_of(Speaking(), InOrder(PROBLEMS), n=2, prompts=1, step=step) for step in (0, 1))
+    held = first.generate([(PROBLEMS[0], 2)])
+    assert first.metrics()["turns/mean"] == 1.0
+    assert second.generate(held) == held and "turns/mean" not in second.metrics()
+
+
 MINE = """
 from grpo_cli.collect.epochs import of_kind
 
@@ -181,29 +199,21 @@ class Rule:
 """
 
 
-def test_a_collector_of_one_s_own_is_tried_run_resumed_and_profiled(
-    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_collector_of_one_s_own_is_tried_run_resumed_and_profiled(elsewhere: Path) -> None:
     (elsewhere / "mine_collect.py").write_text(MINE)
-    monkeypatch.syspath_prepend(str(elsewhere))
-
-    def grpo(*words: str, code: int = 0) -> str:
-        done = CliRunner().invoke(app, words)
-        assert done.exit_code == code, done.output
-        return done.output
-
     words = ["collector._target_=mine_collect.Rule", "n=4", "train.prompts=2", "sampling.max_new_tokens=12"]
     words += ["logger=jsonl", "eval.every=0", "device=cpu"]
-    assert "missing a required argument: 'more'" in grpo("train", *words, "hydra.run.dir=none", code=2)
+    assert "missing a required argument: 'more'" in refused("train", *words, "hydra.run.dir=none")
     assert not (elsewhere / "none").exists()
     words.append("+collector.more=3")
-    grpo("train", *words, "train.steps=2", "hydra.run.dir=run")
-    grpo("train", "train.steps=3", "resume=run")
-    refused = grpo("train", "train.steps=4", "resume=run", "collector=dynamic", code=2)
-    assert "holds what collector=mine has learnt, and this run's collector learns nothing" in refused
+    done("train", *words, "train.steps=2", "hydra.run.dir=run")
+    done("train", "train.steps=3", "resume=run")
+    message = refused("train", "train.steps=4", "resume=run", "collector=dynamic")
+    assert "holds what collector=mine has learnt, and this run's collector learns nothing" in message
     rows = [json.loads(line) for line in (elsewhere / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [(row["step"], row["collect/shown"]) for row in rows[1:]] == [(1, 1), (2, 2), (3, 3)]
+    assert any(row["collect/failed"] for row in rows[1:])
     for row in rows[1:]:
         assert row["collect/rounds"] == 1.0 + (row["collect/failed"] > 0)
         assert row["collect/rollouts_max"] == (7.0 if row["collect/failed"] else 4.0)
-    grpo("profile", *words, "profile.steps=1", "profile.warmup=0", "hydra.run.dir=p")
+    done("profile", *words, "profile.steps=1", "profile.warmup=0", "hydra.run.dir=p")

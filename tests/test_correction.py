@@ -21,7 +21,7 @@ from grpo_cli.collect.collection import StepCollection
 from grpo_cli.config.choices import choices
 from grpo_cli.interfaces import Correction
 from grpo_cli.learner.batch import collate, corrected, rows_of, verdict_on
-from grpo_cli.learner.old_policy import AveragedPolicy
+from grpo_cli.learner.old_policy import AveragedPolicy, SamplerPolicy
 from grpo_cli.learner.sample_size import effective_share, rate_factor
 from grpo_cli.metrics import reuse_metrics
 from grpo_cli.runs.checkpoint import load_state
@@ -127,7 +127,7 @@ def test_quantiles_are_over_response_tokens():
 @pytest.mark.parametrize("name", PRESETS)
 def test_log_probabilities_that_are_no_numbers_are_not_masked_away(name):
     """Of the sampler they are refused; a policy's would hide a broken model from the guard against bad steps."""
-    with pytest.raises(UserError, match="no finite sampler log-probability for 1 of 3"):
+    with pytest.raises(UserError, match="no finite log-probability for 1 of 3"):
         sampler = torch.tensor([[-1.0, math.nan, -1.0]])
         asked(PRESETS[name], sampler, torch.zeros(1, 3), torch.ones(1, 3, dtype=torch.bool))
     policy, mask = torch.tensor([[-1.0, math.nan]]), torch.ones(1, 2, dtype=torch.bool)
@@ -387,3 +387,5 @@ def test_a_run_does_not_go_on_from_another_old_policy(tmp_path):
     checkpoint = find_checkpoint(tmp_path).path
     with pytest.raises(UserError, match="prox=ewma"):
         make_trainer(settings, correction=made.correction(prox="sampler"), checkpoint=checkpoint)
+    with pytest.raises(UserError, match="given"):
+        SamplerPolicy(model := small_model(), make_learner(model)).logprobs(batch_of(rollout(0, (GIVEN, 1), (5, 1))))

@@ -146,5 +146,5 @@ def test_what_is_put_back_picks_the_same(choice: str, course: Any, pool: int, co
 @pytest.mark.parametrize("choice", ["dps", "target"])
 def test_a_task_that_is_never_revisited_is_refused(choice: str) -> None:
     curriculum(choice, problems(100), History(), 4)
-    with pytest.raises(UserError, match=f"curriculum={choice} .*train_problems=25"):
+    with pytest.raises(UserError, match=f"curriculum={choice} .*raise train.steps"):
         curriculum(choice, problems(101), History(), 4)

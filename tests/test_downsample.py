@@ -91,13 +91,6 @@ def test_a_group_of_m_or_fewer_is_kept_whole_and_in_order(rule, keep):
     assert downsample.choose(rule, scored(1.0, 0.0, 0.5), keep, stream()) == [0, 1, 2]
 
 
-def test_what_a_rule_cannot_choose_is_refused():
-    with pytest.raises(UserError, match="m=1 cannot be chosen by downsample=maxvar"):
-        pods.maxvar(scored(1.0, 0.0, 0.5), 1, stream())
-    with pytest.raises(UserError, match=r"m=2 is less than n=3.*maxvar"):
-        downsample.all_rollouts(scored(1.0, 0.0, 0.5), 2, stream())
-
-
 @pytest.mark.parametrize(
     "answer", [[0, 0], [0, 1, 2], [0, 3], [-1, 0], [0.0, 1.0], np.array([True, False, True]), None, [], "ab"]
 )

@@ -20,7 +20,8 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from grpo_cli.config.instantiate import ready
-from grpo_cli.engine.eviction import Budget, Candidates, Dense, Evictor
+from grpo_cli.engine.eviction import Budget, Candidates, Dense
+from grpo_cli.engine.evictor import Evictor
 from grpo_cli.engine.kv_cache import BLOCK, blocks_for
 from grpo_cli.engine.scheduling import Lpt
 from grpo_cli.methods import rkv as r_kv

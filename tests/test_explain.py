@@ -11,7 +11,7 @@ from typed import grpo, refused
 from grpo_cli.cli.explain import explain
 from grpo_cli.cli.mistakes import listed
 from grpo_cli.config.choices import Setting, choices, parts_of, read_choice, read_command, read_conf
-from grpo_cli.metrics import METRICS
+from grpo_cli.metric_names import METRICS
 
 GROUPS = sorted({*parts_of("train"), *parts_of("eval")})
 BASE = """# What the base is for.

@@ -24,8 +24,8 @@ from grpo_cli.config.instantiate import ready
 from grpo_cli.engine.admission import Admission, Forecast
 from grpo_cli.engine.eviction import Dense
 from grpo_cli.engine.kv_cache import BLOCK, KvLayout, PagedCache, round_up
+from grpo_cli.engine.kv_plan import KvPlan
 from grpo_cli.engine.length_predictor import NoPredictor
-from grpo_cli.engine.samplers import KvPlan
 from grpo_cli.engine.scheduling import Fifo, Lpt, Sjf
 from grpo_cli.engine.sequence import Sequence
 from grpo_cli.settings import Sampling
@@ -76,7 +76,7 @@ def least_budget(requests: Seq[Request], sparsity: Any = DENSE) -> int:
     """What one sequence takes, as the engine says when it is given a byte."""
     with pytest.raises(UserError) as refused:
         generate(requests, sampler=infinite(kv_budget=1), sparsity=sparsity)
-    return int(str(refused.value).partition("would do is ")[2].partition(" bytes")[0])
+    return int(str(refused.value).partition("set at least ")[2].partition(" bytes")[0])
 
 
 def sequence_bytes(requests: Seq[Request], tokens: int) -> int:

@@ -17,9 +17,8 @@ import torch
 from safetensors.torch import load_file
 from small import make_engine, require_bits, small_model, some_requests
 from test_same_rollouts import embedded, same_in_short
-from typer.testing import CliRunner
+from typed import done
 
-from grpo_cli.cli.main import app
 from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.determinism import without_company
 from grpo_cli.engine.layers import NATIVE
@@ -104,8 +103,7 @@ def test_a_corrected_run_trains_to_the_same_weights_under_every_sampler(
     words = ["logger=jsonl", "eval.every=0", "correction=tis", "n=16", "train.prompts=8", "train.steps=2"]
     words += [f"train.threads={threads}"]
     for name, sampler in (("full", []), ("infinite", ["sampler=infinite", "sampler.slots=16"])):
-        result = CliRunner().invoke(app, ["train", *words, *sampler, f"hydra.run.dir={tmp_path / name}"])
-        assert result.exit_code == 0, result.output
+        done("train", *words, *sampler, f"hydra.run.dir={tmp_path / name}")
     full, infinite = (load_file(tmp_path / name / WEIGHTS) for name in ("full", "infinite"))
     start = load_file(tmp_path / "full" / WEIGHTS.replace("000002", "000000"))
     assert all(torch.equal(full[name], infinite[name]) for name in full)

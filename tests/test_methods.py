@@ -18,6 +18,7 @@ from small import VOCABULARY, scored, small_model
 from test_resume import records, rows, trained
 from typed import done, refused
 
+from grpo_cli.collect.equal import equal
 from grpo_cli.config.choices import choices
 from grpo_cli.config.prepare import build_and_check
 from grpo_cli.learner.batch import collate, rows_of, totals
@@ -58,6 +59,25 @@ class Table(Scripted):
         right = float(self.table[prompt.id][rollout.request.sample][1])
         length = overlong(rollout, 4)
         return Reward(right + length, {"correct": right, "overlong": length})
+
+
+@pytest.mark.parametrize(("truncated", "solved"), [("train", [0, 1]), ("zero", [0, 0]), ("leave_out", [0, 1])])
+def test_a_reply_that_is_cut_off_earns_nothing_with_zero_whoever_judged_it(truncated, solved):
+    engine = Table({"p0": [(4, False), (10, True)]})  # of at most 10 tokens
+    words = {"n": 2, "prompts": 1, "sampling": Sampling.plain(10), "truncated": truncated}
+    collection = collection_of(engine, InOrder(problems(1)), **words)
+    (group,) = collection.run(equal)
+    assert [reward.solved for reward in group.rewards] == solved
+    assert truncated != "zero" or group.rewards[1].parts == {"correct": 0.0, "overlong": 0.0}
+    assert collection.differs(group) == (truncated == "train"), "what is left out or zeroed teaches nothing"
+    elsewhere = replace(group, rewards=(Reward(0.0), Reward(1.0)))
+    (again,) = collection_of(engine, InOrder(problems(1)), **words).run(lambda step: [elsewhere])
+    assert again.totals.tolist() == solved
+
+
+def test_a_step_without_a_mixed_group_trains_on_even_ones():
+    collection = collection_of(Scripted(), InOrder(problems(4)), n=2, prompts=2)
+    assert [group.prompt.id for group in collection.run(dynamic(most_rounds=1))] == ["p0", "p1"]
 
 
 @pytest.mark.parametrize(
@@ -146,6 +166,7 @@ def test_an_episode_is_cut_off_where_a_limit_of_tokens_ends_it_and_not_its_last_
     words = ("task=guess", "train.truncated=leave_out", "record.rollouts=-1", "sampling.max_new_tokens=9")
     trained(tmp_path, *words, "train.steps=1")
     found = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
+    assert {"length", "eos"} <= {row["finish"] for row in found}
     assert all((row["finish"] == "length") == (row["reason"] == CUT_OFF) for row in found if not row["kept"])
     assert not any(row["kept"] for row in found if row["finish"] == "length")
 

@@ -15,9 +15,10 @@ import yaml
 from safetensors.torch import load_file
 from test_resume import rows
 from transformers import AutoModelForCausalLM
+from typed import done, refused
 
 from grpo_cli import experiment
-from grpo_cli.config.compose import settings_of
+from grpo_cli.config.compose import composed, settings_from, settings_of
 from grpo_cli.config.recorded import of_the_weights
 from grpo_cli.experiment import build
 from grpo_cli.runs.layout import METRICS
@@ -49,6 +50,15 @@ def test_a_resumed_run_equals_one_left_alone(words, tmp_path):
     alone, again = (load_file(tmp_path / run / "checkpoints" / "step_000002" / name) for run in ("alone", "cut"))
     assert alone.keys() == again.keys() and all(torch.equal(alone[key], again[key]) for key in alone)
     assert rows(tmp_path / "alone") == rows(tmp_path / "cut")
+
+
+def test_a_resumed_run_keeps_the_shape_of_its_adapters_and_may_change_their_dropout(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done("train", "logger=jsonl", *COMMON, *SHORT, *LORA, "model.lora.dropout=0.1", "hydra.run.dir=run")
+    longer = ["resume=run", "train.steps=3"]
+    assert "model.lora.alpha is not that of the run" in refused("train", *longer, "model.lora.alpha=99")
+    resumed = build(settings_from(composed("train", [*longer, "model.lora.dropout=0.5"])))
+    assert {m.p for m in resumed._parts.runtime.model.modules() if isinstance(m, torch.nn.Dropout)} == {0.5}
 
 
 def test_averages_in_the_cpus_memory_change_nothing_and_plain_transformers_says_the_same(tmp_path):

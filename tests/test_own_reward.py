@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -60,12 +59,10 @@ def empties(row):
 
 
 @pytest.fixture(autouse=True)
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "rewards_of_mine.py").write_text(MODULE)
     (tmp_path / "ends_of_mine.py").write_text("raise GeneratorExit")
     monkeypatch.syspath_prepend(str(tmp_path))
-    yield
-    sys.modules.pop("rewards_of_mine", None)
 
 
 def make(tmp_path: Path, function: str, **settings: Any) -> Jsonl:

@@ -163,5 +163,5 @@ def test_half_a_group_and_one_begun_with_other_sampling_are_refused() -> None:
     held = held_of(rule)
     with pytest.raises(UserError, match="of which this step has another group: pass its id to step.pick"):
         step_of(engine, 1).run(lambda step: step.generate([(held[0].prompt, 3), held[0]]))
-    with pytest.raises(UserError, match="begun with sampling.max_new_tokens=20, and this run has .*=2: resume with"):
+    with pytest.raises(UserError, match="began with sampling.max_new_tokens=20, not .*=2: resume with"):
         step_of(engine, 1, tokens=2).run(rule)

@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import made
 import pytest
@@ -28,7 +29,7 @@ from grpo_cli.tracking.introduction import doubts, doubts_of_shape
 COOKBOOK = (Path(__file__).parents[1] / "grpo_cli" / "docs" / "cookbook.md").read_text()
 TRAINED = r"^    grpo train (.*?) *# (\d+) GB.*$"
 REAL = re.findall(TRAINED, COOKBOOK, re.MULTILINE)
-assert len(REAL) == 5, "there are recipes for real models"
+assert REAL, "there are recipes for real models"
 CARD = 24e9
 ONE_AND_THE_REST = some_and_the_rest(REAL, REAL[:1])
 

@@ -339,13 +339,14 @@ def test_more_arms_than_colours_and_runs_without_numbers_can_be_drawn(tmp_path):
 
 def test_a_report_begins_with_what_its_runs_share(tmp_path):
     """Seeds and names are no setting; what differs is in the table."""
-    words, common = ("seed=0", "train.steps=20"), {"train": {"steps": 20}, "model": {"path": "models/own"}}
+    words, weights = ("seed=0", "train.steps=20", "task.weights={correct: 1}"), {"task": {"weights": {"correct": 1}}}
+    common = {"train": {"steps": 20}, "model": {"path": "models/own"}, **weights}
     for n in (8, 16):
         choices = {"model": "hf", "task": "jsonl"}
         leave(tmp_path / f"{n}", settings=common | {"n": n}, choices=choices, words=[f"n={n}", *words])
     about, command = overview(compared(tmp_path))
     assert about == "model hf, task jsonl, model.path models/own"
-    assert command == "all of them: grpo train train.steps=20"
+    assert command == "all of them: grpo train train.steps=20 'task.weights={correct: 1}'"
 
 
 def test_the_table_is_written_for_spreadsheets_pages_and_papers(tmp_path):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from processes import Forked
 from safetensors.torch import load_file
 
@@ -56,6 +57,9 @@ def cut_off_and_resumed(tmp_path: Path, *words: str, step: int) -> None:
     (tmp_path / "cut" / "summary.json").unlink()
     trained(tmp_path / "cut", *words, f"resume={tmp_path / 'cut'}")
     assert records(tmp_path / "cut") == records(tmp_path / "alone")
+    ends = (tmp_path / run / "checkpoints" / last.name for run in ("alone", "cut"))
+    alone, again = (load_file(next(end.glob("*model.safetensors"))) for end in ends)
+    assert alone.keys() == again.keys() and all(torch.equal(alone[key], again[key]) for key in alone)
 
 
 # The run that is to be killed waits while there is a file `hold`, so that it cannot end before: in its third step (the

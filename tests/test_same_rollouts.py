@@ -23,7 +23,7 @@ from orders import AnyOrder, Forgetful
 from small import adapted_model, contents, make_engine, require_bits, small_model, some_requests
 
 from grpo_cli.config.instantiate import ready
-from grpo_cli.engine import generation, layers
+from grpo_cli.engine import generation, products
 from grpo_cli.engine.eviction import Dense
 from grpo_cli.engine.scheduling import Lpt
 from grpo_cli.engine.torch_engine import TorchEngine
@@ -109,7 +109,7 @@ def in_little_memory(sampler: Callable[..., Any]) -> Way:
     def way(make: Make, requests: Sequence[Request]) -> Iterator[Rollout]:
         with pytest.raises(UserError) as refused:
             list(make(sampler=sampler(kv_budget=1)).generate(requests))
-        budget = 2 * int(str(refused.value).partition("would do is ")[2].partition(" bytes")[0])
+        budget = 2 * int(str(refused.value).partition("set at least ")[2].partition(" bytes")[0])
         engine = make(sampler=sampler(kv_budget=budget), scheduler=AnyOrder())
         yield from engine.generate(requests)
         assert engine.stats().kv_peak_bytes <= budget
@@ -170,7 +170,7 @@ def maker(policy: Policy, model: Any) -> Make:
 
 def same(name: str, way: str) -> None:
     policy = POLICIES[name]
-    with patch.object(layers, "PACKED_FROM", 0 if policy.packed else layers.PACKED_FROM):
+    with patch.object(products, "PACKED_FROM", 0 if policy.packed else products.PACKED_FROM):
         model, requests, expected = of_all_at_once(name, torch.get_num_threads())
         require_bits(model)
         found = contents(WAYS[way](maker(policy, model), requests))

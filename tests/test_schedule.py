@@ -13,7 +13,8 @@ from made import fptas, infinite, micro
 from orders import GivenLengths
 from small import make_engine, small_model, some_requests
 
-from grpo_cli.engine.scheduling import Fifo, Lpt, Scheduler, Sjf, assign, lower_bound, lpt, makespan, planned_steps
+from grpo_cli.engine.assignment import assign, lower_bound, lpt, makespan
+from grpo_cli.engine.scheduling import Fifo, Lpt, Scheduler, Sjf, planned_steps
 from grpo_cli.engine.sequence import Sequence
 from grpo_cli.settings import Sampling
 from grpo_cli.types import Prompt, Request

@@ -326,14 +326,15 @@ def test_a_step_of_equal_rewards_is_as_if_it_had_not_been(tmp_path):
     assert (first["rollouts/trained"], last["rollouts/trained"]) == (12, 36), "they were gone over all the same"
 
 
+@pytest.mark.parametrize("m", [4, 2])
 @pytest.mark.parametrize("correction", [SPARSE_RL, SEQUENCE_MASK], ids=["veto", "is"])
-def test_a_step_in_which_all_are_rejected_moves_nothing(tmp_path, correction):
+def test_a_step_in_which_all_are_rejected_moves_nothing(tmp_path, correction, m):
     """Weights of 0 leave the tokens in the mask, a veto takes them out of it; weight decay would move the weights."""
     model, warnings = small_model(), list[str]()
     before = copy.deepcopy(dict(model.state_dict()))
     engine = with_sampler_off_by(model, lambda rollout: 20.0)
-    parts: dict[str, Any] = dict(engine=engine, correction=correction, warn=warnings.append)
-    summary = make_trainer(decaying(tmp_path, steps=1), model=model, **parts).fit()
+    parts: dict[str, Any] = dict(engine=engine, correction=correction, downsample=pods.maxvar, warn=warnings.append)
+    summary = make_trainer(replace(decaying(tmp_path, steps=1), m=m), model=model, **parts).fit()
     assert (summary["updates"], summary["empty_steps"], summary["skipped_updates"]) == (0, 1, 0)
     assert (summary["trained_rollouts"], summary["trained_tokens"]) == (0, 0)
     assert same(before, model.state_dict()) and any("every rollout was rejected" in text for text in warnings)

@@ -1,4 +1,4 @@
-"""What vLLM is fed with and told, where vLLM itself is not there or no GPU is."""
+"""The weights and settings that vLLM gets, where vLLM itself is not there or no GPU is."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ def test_weights_are_those_of_a_saved_folder_with_adapters_added_to_what_they_ad
     assert found.keys() == saved.keys() and all(torch.equal(found[name], saved[name]) for name in saved)
     assert not any(weight.requires_grad for weight in found.values())
     peft = pytest.importorskip("peft")
-    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, use_dora=True, target_modules=["q_proj", "down_proj"]))
-    for name, parameter in adapted.named_parameters():
-        if "lora_" in name:
+    layers = {"target_modules": ["q_proj", "down_proj"], "modules_to_save": ["norm"]}
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, use_dora=True, **layers))
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
             torch.nn.init.normal_(parameter)
     merged = {name: weight.clone() for name, weight in merged_weights(adapted)}
     plain = adapted.merge_and_unload().state_dict()

@@ -6,12 +6,10 @@ import json
 import shutil
 from pathlib import Path
 
-import pytest
 from tiny_hf import make_folder
-from typer.testing import CliRunner
+from typed import done
 
-from grpo_cli.cli import main as cli
-
+LEAN = "device=cpu", "eval.k=1"
 SMALL = ["n=2", "m=2", "train.steps=1", "train.prompts=2", "eval.problems=2", "logger=jsonl"]
 FUNCTION = """
 def score(reply, answer, row):
@@ -19,33 +17,25 @@ def score(reply, answer, row):
 """
 
 
-def grpo(*words: str) -> None:
-    result = CliRunner().invoke(cli.app, [*words, "device=cpu", "eval.k=1"], prog_name="grpo")
-    assert result.exit_code == 0, result.output
-
-
 def records(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_ones_own_file_function_and_stop_strings_train_a_model_that_is_evaluated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    make_folder(tmp_path / "model")
+def test_ones_own_file_function_and_stop_strings_train_a_model_that_is_evaluated(elsewhere: Path) -> None:
+    make_folder(elsewhere / "model")
     rows = [{"question": f"{i}+{i}?", "answer": str(2 * i), "level": i} for i in range(8)]
-    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "rewards_of_a_run.py").write_text(FUNCTION)
+    (elsewhere / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (elsewhere / "rewards_of_a_run.py").write_text(FUNCTION)
     own = ("model=hf", "model.path=model", "task=jsonl", "task.path=mine.jsonl", "sampling.max_new_tokens=12")
     letters = "[" + ",".join("abcdefghijklmnopqrstuvwxyz") + "]"
     reward = ("task.reward=rewards_of_a_run:score", "task.few_shot=1", f"sampling.stop={letters}")
-    grpo("train", *own, *SMALL, *reward, "hydra.run.dir=run")
-    assert {"reward/correct", "reward/words", "reward/level"} <= records(tmp_path / "run" / "metrics.jsonl")[-1].keys()
-    ended = [str(row["reply"]) for row in records(tmp_path / "run" / "rollouts.jsonl") if row["finish"] == "stop"]
-    assert all(any(letter.isascii() and letter.islower() for letter in reply) for reply in ended)
+    done("train", *own, *SMALL, *reward, "hydra.run.dir=run", *LEAN)
+    assert {"reward/correct", "reward/words", "reward/level"} <= records(elsewhere / "run" / "metrics.jsonl")[-1].keys()
+    ended = [str(row["reply"]) for row in records(elsewhere / "run" / "rollouts.jsonl") if row["finish"] == "stop"]
+    assert ended and all(any(c in reply for c in letters if c.isalpha()) for reply in ended)
     shutil.copy("mine.jsonl", "copy.jsonl")  # stop strings and function come along, and what was held out
-    grpo("eval", "checkpoint=run", "task.path=copy.jsonl", "eval.problems=-1", "hydra.run.dir=eval1")
-    assert len(records(tmp_path / "eval1" / "samples.jsonl")) == 2
+    done("eval", "checkpoint=run", "task.path=copy.jsonl", "eval.problems=-1", "hydra.run.dir=eval1", *LEAN)
+    assert len(records(elsewhere / "eval1" / "samples.jsonl")) == 2
     for words, count in (((), 8), (("task.eval_fraction=0.25",), 2), (("eval.split=train",), 7)):  # else all of a file
-        grpo("eval", *own, "eval.problems=-1", *words, f"hydra.run.dir=eval{count}")
-        assert json.loads((tmp_path / f"eval{count}" / "summary.json").read_text())["problems"] == count
+        done("eval", *own, "eval.problems=-1", *words, f"hydra.run.dir=eval{count}", *LEAN)
+        assert json.loads((elsewhere / f"eval{count}" / "summary.json").read_text())["problems"] == count

@@ -14,9 +14,8 @@ from typing import Any
 import made
 import pytest
 from test_resume import trained
-from typer.testing import CliRunner
+from typed import done
 
-from grpo_cli.cli import main as cli
 from grpo_cli.interfaces import Tracker
 from grpo_cli.support.errors import UserError
 from grpo_cli.tracking.jsonl import JsonlTracker
@@ -100,7 +99,8 @@ def test_secrets_are_hidden_by_name_by_value_and_by_looks(monkeypatch):
     named = {"api_key": "k", "token": "t", "HF-TOKEN": "x", "hf_token": "t", "password": ["a"]}
     texts = ["my correct horse!", "https://user:pw@host/data"]
     texts += [f"with {start}{'a1B2_' * 4}" for start in ("hf_", "sk-", "ghp_", "wandb_v1_")]
-    plain = {"project": "p", "micro_batch_tokens": 4096, "max_token": 5, "tokenizer": "qwen", "key": None, "x": "hf_"}
+    plain = {"path": "org/risk-assessment-instruct-7b", "y": "my_hf_checkpoints_of_last_week"}
+    plain |= {"project": "p", "micro_batch_tokens": 4096, "max_token": 5, "tokenizer": "qwen", "key": None, "x": "hf_"}
     found = without_secrets({"logger": [named], "texts": texts, **plain})
     hidden = dict.fromkeys(named, HIDDEN) | {"password": [HIDDEN]}
     assert found == {"logger": [hidden], "texts": [HIDDEN] * len(texts), **plain}
@@ -139,8 +139,7 @@ def test_a_whole_run_is_complete_in_w_and_b(tmp_path, lonely):
     (sweep / "sweep.json").write_text("{}")
     run = sweep / "7"
     words += ["eval.problems=2", "eval.k=1", "logger.tags=[mine]", "logger.table_every=1", f"hydra.run.dir='{run}'"]
-    result = CliRunner().invoke(cli.app, ["train", *words])
-    assert result.exit_code == 0, result.output
+    done("train", *words)
     logged, ((theirs, found),) = lonely
     rows, sent = read(run / "metrics.jsonl"), [row for _, row in logged]
     for row, of_row in zip(rows, sent, strict=True):

@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 import torch
 from small import kept_by, scored, small_model
-from typer.testing import CliRunner
+from typed import done
 
 from grpo_cli import metrics, select
-from grpo_cli.cli.main import app
 from grpo_cli.collect.requests import group_rollouts
 from grpo_cli.config.choices import choices, shipped
 from grpo_cli.learner import batch
@@ -95,12 +94,10 @@ def test_no_function_writes_to_its_arguments(name):
     assert contents(arguments) == before
 
 
-def test_the_embedded_task_is_learned(tmp_path, monkeypatch):
+def test_the_embedded_task_is_learned(elsewhere):
     """The default run's first 20 of 80 steps, half as many prompts: greedy accuracy from 50 % to over 80 %."""
-    monkeypatch.chdir(tmp_path)
     words = ["logger=jsonl", "train.steps=20", "train.prompts=8", "eval.every=20", "eval.problems=100", "eval.k=1"]
-    result = CliRunner().invoke(app, ["train", *words, f"hydra.run.dir={tmp_path / 'run'}"])
-    assert result.exit_code == 0, result.output
-    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    done("train", *words, "hydra.run.dir=run")
+    rows = [json.loads(line) for line in (elsewhere / "run/metrics.jsonl").read_text().splitlines()]
     assert rows[0]["eval/accuracy"] <= 0.6
     assert rows[-1]["eval/accuracy"] >= 0.8

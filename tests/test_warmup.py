@@ -100,6 +100,15 @@ def shown_by(parts: Any) -> list[Any]:
     return [*{group.prompt.id: group.rollouts[0] for group in groups}.values()]
 
 
+def test_the_solutions_of_a_task_are_right_and_of_one_turn(tmp_path):
+    words = ("train.warmup=sft", "train.warmup_steps=1", "train.steps=2", "n=2", "train.prompts=3", "logger=jsonl")
+    parts = build(settings_of(*words, f"run_dir={tmp_path}"))._parts
+    shown = shown_by(parts)
+    assert len(shown) == 6 and all(parts.runtime.task.reward(one.request.prompt, one).solved for one in shown)
+    with pytest.raises(UserError, match="of one turn"):
+        build(settings_of("task=calculator", *words, f"run_dir={tmp_path}"))
+
+
 @pytest.mark.parametrize(("chat", "expected"), [(True, "It is 1.<|im_end|>"), (False, " It is 1.<|endoftext|>")])
 def test_a_solution_goes_on_as_the_model_would(chat, expected, tmp_path):
     model = make_folder(tmp_path / "model", chat_template=chat)

@@ -13,8 +13,8 @@ from made import infinite
 from small import adapted_model, contents, make_engine, small_model, some_requests
 from torch.utils.flop_counter import FlopCounterMode
 
-from grpo_cli.engine import layers
-from grpo_cli.engine.layers import has_packed
+from grpo_cli.engine import products
+from grpo_cli.engine.products import has_packed
 from grpo_cli.model import compiling
 
 
@@ -23,7 +23,7 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also small models are."""
     if not has_packed(torch.float32):
         pytest.skip("this PyTorch has no packed products")
-    monkeypatch.setattr(layers, "PACKED_FROM", 0)
+    monkeypatch.setattr(products, "PACKED_FROM", 0)
 
 
 @pytest.mark.usefixtures("packed")

@@ -1,8 +1,7 @@
-"""`grpo train --help` and `grpo explain`: what stands in `conf/`, `metrics.py` and `concepts.yaml`, line by line."""
+"""`grpo train --help` and `grpo explain`: the lines of `conf/`, `metric_names.py` and `concepts.yaml`."""
 
 from __future__ import annotations
 
-import ast
 import functools
 import re
 import shutil
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from grpo_cli.cli.mistakes import listed, meant_by, no_choice
 from grpo_cli.config.choices import Setting, choices, config_dir, groups_of, marked, read_choice, read_command
+from grpo_cli.metric_names import METRICS
 from grpo_cli.support.errors import UserError, closest, refuse
 
 Rows = Iterator[tuple[str, str]]
@@ -50,7 +50,7 @@ def explain(word: str) -> None:
         refuse([no_choice(group, choice)] * (choice not in choices(group)))
         say_rows(_choice(group, choice))
         return
-    known = [*_metrics(), *_settings(), *(choice for group in _groups() for choice in choices(group))]
+    known = [*METRICS, *_settings(), *(choice for group in _groups() for choice in choices(group))]
     known += [*_groups(), *listed("concepts")]
     names, typed = {key.lower().replace(" ", "_"): key for key in known}, group.lower().replace(" ", "_")
     name = names.get(typed) or names.get(typed.removesuffix("s"), group)
@@ -80,17 +80,9 @@ def _meanings(name: str) -> Rows:
         yield f"{name} (TRL, verl)", f"{ours} here: grpo explain {ours.partition('=')[0]}"
 
 
-@functools.cache
-def _metrics() -> Mapping[str, str]:
-    """Return names and sentences of `metrics.METRICS`, read from its source, since importing it loads PyTorch."""
-    source = Path(__file__).parents[1].joinpath("metrics.py").read_text(encoding="utf-8")
-    named = [node.value for node in ast.parse(source).body if isinstance(node, ast.AnnAssign) and node.value]
-    return next(dict(ast.literal_eval(value)) for value in named if isinstance(value, ast.Dict))
-
-
 def _metrics_of(word: str) -> Rows:
     """Yield the metric with this name (placeholders such as `<k>` filled in), or those whose names hold the word."""
-    for name, sentence in _metrics().items():
+    for name, sentence in METRICS.items():
         pattern = re.sub(r"<[a-z]+>", "[^/]+", re.escape(name).replace("<k>", "[1-9][0-9]*"))
         if re.fullmatch(pattern, word) or word in {*re.split(r"[/_@]", name), *name.split("/")}:
             yield f"{name}:", sentence

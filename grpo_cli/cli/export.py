@@ -7,16 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from grpo_cli.config.choices import shipped
 from grpo_cli.config.compose import model_of
 from grpo_cli.config.overrides import key_of
 from grpo_cli.config.recorded import weights_in
-from grpo_cli.model.adapters import base_of, has_adapters
+from grpo_cli.model.adapters import base_of, has_adapters, read_config
 from grpo_cli.model.export import licence_of, write_card, write_model
 from grpo_cli.model.load import TINY, at_checkpoint
 from grpo_cli.report.curves import GREEDY
 from grpo_cli.report.read import read_rows
 from grpo_cli.runs.files import folder_written_atomically
-from grpo_cli.runs.layout import METRICS, step_of
+from grpo_cli.runs.layout import METRICS, run_of, step_of
 from grpo_cli.runs.record import RunRecord
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import plain, shown
@@ -24,7 +25,7 @@ from grpo_cli.tasks.prompting import turn_end
 from grpo_cli.tracking.console import certainty
 from grpo_cli.tracking.redact import arguments_without_secrets
 
-_OF_THE_MODEL = ("path", "dtype", "eos_tokens", "random_init", "architecture")
+_OF_THE_MODEL = ("path", "dtype", "eos_tokens", "random_init", "architecture", "lora")
 _OF_THE_MACHINE = ("model.path", "device", "logger", "hydra", "record")  # not in a recipe
 
 
@@ -48,7 +49,7 @@ def export(place: Path, target: Path, merge: bool, base: str | None = None, dtyp
         write_model(at, checkpoint, written, merge, kept, _sampling(record), lambda tokenizer: turn_end(tokenizer)[1])
         licence = None if settings.random_init else licence_of(settings.path)
         base = f"{Path(settings.path).resolve().name}{' (it comes with grpo-cli)' * (settings.path == TINY)}"
-        facts = {"base": base, "its licence": licence or "unknown: its files do not tell"}
+        facts = {"base": base, "its licence": licence or "unknown: not in its files"}
         facts["weights"] = (kept or "float32") + (", adapters merged" if merge else "")
         facts |= {} if record is None else _measured(record, checkpoint)
         rows = [f"| {key} | {plain(value).replace('|', '&#124;')} |" for key, value in facts.items()]
@@ -60,8 +61,11 @@ def export(place: Path, target: Path, merge: bool, base: str | None = None, dtyp
 
 def _of_the_model(record: RunRecord | None, checkpoint: Path) -> dict[str, Any]:
     """Return the settings that name the checkpoint's weights."""
+    if record is None and has_adapters(checkpoint):
+        lora = shipped("model", "hf")["lora"] | {"dropout": read_config(checkpoint).get("lora_dropout", 0.0)}
+        return {"path": base_of(checkpoint), "dtype": "float32", "lora": lora}
     if record is None:
-        return {"path": base_of(checkpoint) if has_adapters(checkpoint) else str(checkpoint), "dtype": "float32"}
+        return {"path": str(checkpoint), "dtype": "float32"}
     return {key: value for key, value in record.config.get("model", {}).items() if key in _OF_THE_MODEL}
 
 
@@ -80,7 +84,7 @@ def _measured(record: RunRecord, checkpoint: Path) -> dict[str, str]:
         "accuracy before": "not measured",
         "accuracy after": "not measured",
     }
-    for row in read_rows(checkpoint.parent.parent / METRICS)[0]:
+    for row in read_rows(run_of(checkpoint) / METRICS)[0]:
         if GREEDY in row and row["step"] <= int(facts["steps"]):
             accuracy = f"{row[GREEDY]:.3f} at step {row['step']:.0f} (95% interval {certainty(row)} problems)"
             facts["accuracy after" if row["step"] else "accuracy before"] = accuracy
@@ -91,6 +95,6 @@ def _measured(record: RunRecord, checkpoint: Path) -> dict[str, str]:
 def _recipe(record: RunRecord) -> Iterator[str]:
     """Yield a run's settings as typed, in lines of code without secrets; of a place on this machine only the name."""
     words = [word for word in record.overrides if not key_of(word).startswith(_OF_THE_MACHINE)]
-    for key, _, value in (word.partition("=") for word in arguments_without_secrets(words)):
+    for key, sign, value in (word.partition("=") for word in arguments_without_secrets(words)):
         bare = value.strip("'\"")
-        yield "    " + plain(f"{key}={bare.rpartition('/')[2] if bare.startswith(('/', '~')) else value}")
+        yield "    " + plain(f"{key}{sign}{bare.rpartition('/')[2] if bare.startswith(('/', '~')) else value}")

@@ -96,7 +96,7 @@ _add("profile", "Measure and predict where memory and time go.")
 
 
 def main() -> None:
-    """The `grpo` program."""
+    """Run the `grpo` program."""
     # Where the locale is not UTF-8, characters that cannot be printed become question marks.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

@@ -18,7 +18,7 @@ from grpo_cli.support.formatting import plain
 def show_rollouts(
     folder: Path, step: int | None = None, prompt: str | None = None, best: int = 0, worst: int = 0
 ) -> None:
-    """Print the requested rollouts of a step (default: the last). UserError says what is available instead."""
+    """Print the requested rollouts of a step (default: the last). UserError names what is available."""
     found, console = _found(folder, step), terminal.console()
     chosen = [row for row in found.rollouts if prompt in (None, row.prompt_id)]
     if not chosen:

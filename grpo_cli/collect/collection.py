@@ -22,7 +22,7 @@ from grpo_cli.metrics import turn_metrics
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError, own_code_unless_ours
 from grpo_cli.support.facts import name_of
-from grpo_cli.support.meter import Count, uncounted
+from grpo_cli.support.meter import ReportProgress, uncounted
 from grpo_cli.types import EngineStats, Finish, Group, Prompt, Request, Reward, Rollout, ScoredGroup
 
 MOST_CALLS = 4000  # of a step's methods; a collector that makes more is considered endless
@@ -49,7 +49,7 @@ class StepCollection:
     prompt_count: int | float = math.inf
     tokens_left: int | float = math.inf
     truncated: str = "train"
-    span: Callable[[str], AbstractContextManager[Count]] = lambda name: nullcontext(uncounted)
+    span: Callable[[str], AbstractContextManager[ReportProgress]] = lambda name: nullcontext(uncounted)
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def __post_init__(self) -> None:
@@ -58,6 +58,7 @@ class StepCollection:
         self._prompts: dict[str, Prompt] = {}  # picked, requested or resumed, by prompt
         self._rollouts: dict[str, dict[int, Rollout]] = {}  # by prompt and sample, in order of the requests
         self._rewards: dict[str, dict[int, Reward]] = {}  # of those that were judged
+        self._ended_before = set[tuple[str, int]]()  # those of them that were whole when the step got them
         self._trained: dict[str, ScoredGroup] = {}  # what the collector returned
         self._notes: dict[str, float] = {}
         self._calls, self._rounds, self._spent, self._limited = 0, 0, Spent(), False
@@ -109,15 +110,18 @@ class StepCollection:
                 raise UserError(f"the collector requests two prompts with the id {prompt.id!r}: give each its own")
             own = self._rollouts.setdefault(prompt.id, {})
             for rollout in added or self._new(prompt, len(own), count):
+                name = prompt.id, rollout.request.sample
+                if not rollout.is_partial and rollout.request.sample not in own:
+                    self._ended_before.add(name)
                 known = own.setdefault(rollout.request.sample, rollout)
                 if known.request != rollout.request:
                     raise UserError(
                         f"the collector resumes prompt {prompt.id!r}, of which this step has another group: pass its "
                         "id to step.pick(count, without=...)"
                     )
-                if known.finish is Finish.PARTIAL:
+                if known.is_partial:
                     check_sampling(known.request, self.sampling)
-                    partial[prompt.id, rollout.request.sample] = known
+                    partial[name] = known
             if own:
                 requested[prompt.id] = None
             else:
@@ -160,7 +164,7 @@ class StepCollection:
                 scored = score_all(self.task, unscored)
             for group in scored:
                 samples = [rollout.request.sample for rollout in group.rollouts]
-                rewards = [self._zero_if_truncated(*each) for each in zip(group.rollouts, group.rewards, strict=True)]
+                rewards = self._zeroed(group).rewards
                 self._rewards.setdefault(group.prompt.id, {}).update(zip(samples, rewards, strict=True))
         return [self._judged(group) for group in groups]
 
@@ -169,9 +173,15 @@ class StepCollection:
         own = self._rollouts.get(group.prompt.id, {})
         return Group(group.prompt, tuple(own.get(one.request.sample, one) for one in group.rollouts))
 
-    def _zero_if_truncated(self, rollout: Rollout, reward: Reward) -> Reward:
-        is_zero = self.truncated == "zero" and rollout.finish is Finish.LENGTH
-        return replace(reward, total=0.0, parts=dict.fromkeys(reward.parts, 0.0)) if is_zero else reward
+    def _zeroed(self, group: ScoredGroup) -> ScoredGroup:
+        """Return the group; with `truncated` "zero" what was cut off gets no reward, also if others have judged it."""
+        if self.truncated != "zero":
+            return group
+        rewards = [*group.rewards]
+        for i, rollout in enumerate(group.rollouts):
+            if rollout.finish is Finish.LENGTH:
+                rewards[i] = replace(rewards[i], total=0.0, parts=dict.fromkeys(rewards[i].parts, 0.0))
+        return replace(group, rewards=tuple(rewards))
 
     def _unjudged(self, group: Group) -> Group:
         known = self._rewards.get(group.prompt.id, {})
@@ -195,7 +205,7 @@ class StepCollection:
         is no list of different scored groups."""
         with own_code_unless_ours(f"collector {name_of(collector)}", getattr(collector, "func", collector)):
             groups = self._checked(collector)
-        self._trained = {group.prompt.id: group for group in with_rewards(groups)}
+        self._trained = {group.prompt.id: self._zeroed(group) for group in with_rewards(groups)}
         if not self._trained:
             raise UserError("the judge scored no rollout of the step (see above): fix it, then grpo train resume=auto")
         if len(self._trained) < len(groups):
@@ -216,7 +226,7 @@ class StepCollection:
             if group.prompt.id in names:
                 raise UserError(f"{fault} prompt {group.prompt.id!r} twice: return each group once")
             own = self._rollouts.get(group.prompt.id, {}).values()
-            if not self._limited and any(one.finish is Finish.PARTIAL for one in own):
+            if not self._limited and any(one.is_partial for one in own):
                 raise UserError(f"{fault} prompt {group.prompt.id!r} with unfinished rollouts: generate them first")
             names.add(group.prompt.id)
             check_rewards(group)
@@ -242,9 +252,13 @@ class StepCollection:
         dropped = [group for group in groups if group.whole and group.prompt.id not in self._trained]
         lost = [one for group in dropped for one in group.rollouts]
         lost += [one for group in groups if group.prompt.id in self._trained for one in group.partial.rollouts]
-        with_turns = has_turns(self.task)
+        of_turns = dict[str, float]()
+        if has_turns(self.task):
+            each = {(name, sample): one for name, own in self._rollouts.items() for sample, one in own.items()}
+            ended = [one for key, one in each.items() if not one.is_partial and key not in self._ended_before]
+            of_turns = turn_metrics(ended) | {"time/environment": self._spent.environment_seconds}
         return {
-            **(turn_metrics(groups) | {"time/environment": self._spent.environment_seconds} if with_turns else {}),
+            **of_turns,
             "collect/rounds": float(self._rounds),
             "collect/problems": float(len(sizes)),
             "collect/rollouts_min": float(min(sizes, default=0)),
@@ -266,4 +280,4 @@ def _pair(wanted: Any) -> tuple[Prompt, int]:
 
 
 def _ended(group: Group | ScoredGroup) -> tuple[Rollout, ...]:
-    return tuple(rollout for rollout in group.rollouts if rollout.finish is not Finish.PARTIAL)
+    return tuple(rollout for rollout in group.rollouts if not rollout.is_partial)

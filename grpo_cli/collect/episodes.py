@@ -107,52 +107,59 @@ class Conversation:
         return reply
 
 
+class _Round:
+    """A turn of every episode left, and their answers. `is_last` once `enough` has stopped it."""
+
+    def __init__(self, conversation: Conversation, enough: Enough | None) -> None:
+        self._conversation, self._enough, self.is_last = conversation, enough, False
+        self._numbers: dict[Request, int] = {}
+        self._replies: dict[int, tuple[int, ...] | None] = {}
+
+    def ask(self, episode: Episode) -> None:
+        """Request the answer to a turn, once, and if there is room for one."""
+        if len(episode) < episode.request.sampling.max_new_tokens and episode.request not in self._numbers:
+            self._numbers[episode.request] = self._conversation.ask(episode)
+
+    def answered(self, episode: Episode) -> Episode:
+        """Return the episode with its answer, partial; or as it ended, without one or without room for a token more."""
+        number, limit = self._numbers.get(episode.request), episode.request.sampling.max_new_tokens
+        while number is not None and number not in self._replies:
+            self._replies.update(self._conversation.answers(wait=True))
+        reply = None if number is None else self._replies[number]
+        if reply is None:
+            return episode
+        has_room = len(episode) + len(reply) < limit
+        return with_observation(episode, reply) if has_room else replace(episode, finish=Finish.LENGTH)
+
+    def stops(self, episode: Episode) -> bool:
+        """Request the answer to a turn and wait for it; True if the episode is over, and enough are."""
+        assert self._enough is not None, "else this is not called"
+        self.ask(episode)
+        ended = self.answered(episode)
+        self.is_last = not ended.is_partial and self._enough(ended)
+        return self.is_last
+
+
 def _in_rounds(
     engine: Engine, task: Dialogue, partial: Sequence[Episode], version: int, enough: Enough | None, spent: Spent
 ) -> Iterator[Episode]:
     """Play rounds: each samples one turn of every episode left, then all get their answers."""
-    conversation = Conversation(task, lambda episode: episode, spent)
-    left, stopped = list(partial), False
-    while left and not stopped:
-        numbers: dict[Request, int] = {}
-        replies: dict[int, tuple[int, ...] | None] = {}
-
-        def ask(episode: Episode, numbers: dict[Any, int] = numbers) -> None:
-            is_full = len(episode) >= episode.request.sampling.max_new_tokens
-            if not is_full and episode.request not in numbers:
-                numbers[episode.request] = conversation.ask(episode)
-
-        def reply_to(episode: Episode, numbers: Any = numbers, replies: Any = replies) -> tuple[int, ...] | None:
-            number = numbers.get(episode.request)
-            while number is not None and number not in replies:
-                replies.update(conversation.answers(wait=True))
-            return replies.get(number)
-
-        def stops(episode: Episode) -> bool:
-            nonlocal stopped
-            assert enough is not None, "else this is not called"
-            ask(episode)
-            reply, limit = reply_to(episode), episode.request.sampling.max_new_tokens
-            stopped = (reply is None or len(episode) + len(reply) >= limit) and enough(episode)
-            return stopped
-
+    conversation, left, is_last = Conversation(task, lambda episode: episode, spent), list(partial), False
+    while left and not is_last:
+        turn, ended = _Round(conversation, enough), list[Episode]()
         requests = [_one_turn_of(_ending(remaining_request(one), task)) for one in left]
-        turned = []
-        for episode in _generated(engine, left, requests, version, enough and stops, spent):
-            if episode.finish is Finish.PARTIAL:
+        for episode in _generated(engine, left, requests, version, enough and turn.stops, spent):
+            if episode.is_partial:
                 yield episode
             else:
-                ask(episode)
-                turned.append(episode)
-        left = []
-        for episode in turned:
-            reply = reply_to(episode)
-            if reply is None:
-                yield episode
-            elif len(episode) + len(reply) < episode.request.sampling.max_new_tokens:  # the model has room for a token
-                left.append(with_observation(episode, reply))
+                turn.ask(episode)
+                ended.append(episode)
+        left, is_last = [], turn.is_last
+        for answered in map(turn.answered, ended):
+            if answered.is_partial:
+                left.append(answered)
             else:
-                yield replace(episode, finish=Finish.LENGTH)
+                yield answered
     yield from left
 
 
@@ -174,7 +181,7 @@ def _generated(
     any_engine: Any = engine
     stops = () if enough is None else (lambda rest: enough(whole(rest)),)
     for rest in any_engine.generate(requests, *stops, **answers):
-        assert rest.finish is not Finish.PARTIAL or enough, "without `enough` an engine stops nothing"
+        assert not rest.is_partial or enough, "without `enough` an engine stops nothing"
         yield whole(rest)
     spent.costs.append(engine.stats())
 

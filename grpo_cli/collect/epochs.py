@@ -89,8 +89,7 @@ def require_revisits(name: str, prompts: int, per_step: int, steps: int) -> None
     """Raise UserError if the task's prompts are visited less than once on average."""
     visits = steps * per_step
     if visits < prompts:
-        fitting = max(per_step, visits // 4)
         raise UserError(
             f"curriculum={name} learns from earlier visits, but train.steps={steps} of train.prompts={per_step} visit "
-            f"{prompts} prompts {visits} times: take task.train_problems={fitting}, or curriculum=epochs"
+            f"{prompts} prompts {visits} times: raise train.steps, or use curriculum=epochs"
         )

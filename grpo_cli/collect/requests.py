@@ -61,7 +61,10 @@ def score_all(task: Task, groups: Sequence[Group]) -> list[ScoredGroup]:
     """Judge every rollout of many groups, all at once if the task can. UserError for a reward that is not finite."""
     pairs = [(group.prompt, rollout) for group in groups for rollout in group.rollouts]
     given = task.rewards(pairs) if isinstance(task, BatchTask) else [task.reward(*pair) for pair in pairs]
-    assert len(given) == len(pairs), "a task gives one reward for each rollout"
+    if len(given) != len(pairs):
+        raise UserError(
+            f"the task's rewards returned {len(given)} rewards for {len(pairs)} rollouts: return one for each"
+        )
     rewards = iter(given)
     scored = [ScoredGroup(g.prompt, g.rollouts, tuple(next(rewards) for _ in g.rollouts)) for g in groups]
     for group in scored:
@@ -92,8 +95,8 @@ def check_sampling(request: Request, now: Sampling) -> None:
     if changed := [key for key, value in vars(now).items() if begun[key] != value]:
         before, here = (" ".join(f"sampling.{key}={of[key]}" for key in changed) for of in (begun, vars(now)))
         raise UserError(
-            f"rollouts of prompt {request.prompt.id!r} were begun with {before}, and this run has {here}: resume with "
-            "the former, or start a new run"
+            f"rollouts of prompt {request.prompt.id!r} began with {before}, not {here}: resume with the former, or "
+            "start a new run"
         )
 
 

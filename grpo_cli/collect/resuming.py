@@ -28,7 +28,7 @@ def remaining_request(partial: Rollout) -> Request:
     The longer prompt's id depends on its tokens, since engines compute prompts of the same id once.
     """
     request, count = partial.request, len(partial)
-    assert partial.finish is Finish.PARTIAL, "only a partial rollout can continue"
+    assert partial.is_partial, "only a partial rollout can continue"
     if not count:
         return request
     added = hashlib.blake2b(",".join(map(str, partial.token_ids)).encode(), digest_size=8).hexdigest()

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpo_cli.interfaces import Observes, Parts
+from grpo_cli.interfaces import Observes, Parts, Task
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import ScoredGroup
 
@@ -28,24 +28,25 @@ def observe(
     return metrics
 
 
-def state_of(parts: Parts) -> dict[str, Any]:
+def state_of(parts: Parts, digest: str) -> dict[str, Any]:
     """Return what a checkpoint keeps: the history, each rule's state, and which prompts these are of."""
-    state = {"history": parts.runtime.history.state_dict(), "task": _task_of(parts)}
+    state = {"history": parts.runtime.history.state_dict(), "task": digest}
     return state | {name: rule.state_dict() for name, rule in observing(parts).items()}
 
 
-def _task_of(parts: Parts) -> str:
-    """Return a digest of a task's number of prompts, and of the first, the middle and the last of them."""
-    prompts = parts.runtime.task.prompts("train")
+def digest_of(task: Task) -> str:
+    """Return a digest of a task's number of prompts, and of the first, the middle and the last of them, which some
+    tasks take long to make."""
+    prompts = task.prompts("train")
     some = [prompts[place] for place in (0, len(prompts) // 2, len(prompts) - 1)] if len(prompts) else []
     text = repr([len(prompts), [(prompt.id, prompt.token_ids, prompt.answer) for prompt in some]])
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def restore(parts: Parts, state: Mapping[str, Any]) -> None:
+def restore(parts: Parts, state: Mapping[str, Any], digest: str) -> None:
     """Restore what `state_of` returned. UserError if it is of another task or of other rules."""
     rules = observing(parts)
-    if state["task"] != _task_of(parts):
+    if state["task"] != digest:
         raise UserError(
             "the checkpoint's problems are not this task's: resume with the task as it was, or start a new run with "
             "model.path=<checkpoint>"

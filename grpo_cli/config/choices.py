@@ -110,7 +110,7 @@ def read_conf(file: Path) -> ConfFile:
         elif entry != "_self_":  # a base, beside the file or in its group of `conf/`
             beside = file.parent / f"{entry}.yaml"
             base = read_conf(beside if beside.is_file() else config_dir() / file.parent.name / beside.name)
-            values, groups = _over(values, base.values), {**base.choices, **groups}
+            values, groups = _merged(values, base.values), {**base.choices, **groups}
             settings = {**settings, **base.settings}
     place = file.relative_to(_ROOT) if file.is_relative_to(_ROOT) else file.name
     head = next((row for row, line in enumerate(lines) if not line.startswith("#")), len(lines))
@@ -131,12 +131,12 @@ def read_conf(file: Path) -> ConfFile:
                 read_settings(value, f"{name}.")
 
     read_settings(yaml.compose(text, _LOADER))
-    return ConfFile(_comment_above(lines[:head]), str(place), _over(values, own), groups, settings)
+    return ConfFile(_comment_above(lines[:head]), str(place), _merged(values, own), groups, settings)
 
 
-def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """Merge nested settings key by key, as Hydra does."""
-    both = {k: _over(below[k], v) for k, v in above.items() if isinstance(v, dict) and isinstance(below.get(k), dict)}
+    both = {k: _merged(below[k], v) for k, v in above.items() if isinstance(v, dict) and isinstance(below.get(k), dict)}
     return {**below, **above, **both}
 
 

@@ -83,7 +83,7 @@ class Factories(dict[str, Factory]):
 
     @classmethod
     def of(cls, parts: Mapping[str, Any]) -> Factories:
-        """UserError lists everything that is wrong with the parts' settings."""
+        """Build the factory of each part. UserError lists everything that is wrong with their settings."""
         return cls(_each(parts, lambda group: factory(group, parts[group])))
 
     def named(self, group: str) -> str:

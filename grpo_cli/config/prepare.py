@@ -21,10 +21,10 @@ from grpo_cli.interfaces import Rules, Search, SetUp
 from grpo_cli.learner.batch import collate, corrected, rows_of, totals, verdict_on
 from grpo_cli.rules.advantage import advantages
 from grpo_cli.rules.downsample import choose
-from grpo_cli.settings import EvalRunSettings, RunSettings, Sampling, Settings
+from grpo_cli.settings import SHARE_VARIABLE, EvalRunSettings, RunSettings, Sampling, Settings
 from grpo_cli.support.errors import UserError, explained, gathered, own_code_unless_ours, refuse
 from grpo_cli.support.facts import name_of
-from grpo_cli.support.memory import SHARE, keep_freed, part_of_gpu
+from grpo_cli.support.memory import keep_freed, part_of_gpu
 from grpo_cli.support.processor import flush_denormals
 from grpo_cli.types import Finish, LossOutput, Prompt, Request, Reward, Rollout, ScoredGroup
 
@@ -82,7 +82,7 @@ def pick_device(word: str) -> torch.device:
     # Threads of autograd take up the context with their first product, and PyTorch warns of it.
     warnings.filterwarnings("ignore", "Attempting to run cuBLAS", UserWarning)
     total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(part_of_gpu(float(os.environ.get(SHARE, "1")), total))
+    torch.cuda.set_per_process_memory_fraction(part_of_gpu(float(os.environ.get(SHARE_VARIABLE, "1")), total))
     return torch.device("cuda")
 
 
@@ -99,6 +99,11 @@ def conflicts(settings: RunSettings | EvalRunSettings, parts: Factories) -> Iter
         yield "model.offload_activations=true moves what model.gradient_checkpointing=full keeps: give both"
     if settings.sampling.max_turn_tokens is not None and turns == 1:
         yield "sampling.max_turn_tokens bounds each reply of several: use sampling.max_new_tokens for a single one"
+    if parts.sampling_engine is not parts["engine"]:  # workers make whole replies
+        if turns > 1 and parts.fact("sparsity", "evicts"):
+            yield f"{parts.named('engine')} cannot resume what {parts.named('sparsity')} has evicted: use engine=torch"
+        if parts.fact("collector", "stops"):
+            yield f"{parts.named('engine')} cannot stop rollouts, as {parts.named('collector')} does: use engine=torch"
     for part in parts:
         if turns > 1 and parts.fact(part, "one_turn"):
             yield f"{parts.named(part)} is for replies of one turn, not for task.turns={turns}: use task.turns=1"
@@ -116,6 +121,8 @@ def _of_training(settings: RunSettings, parts: Factories) -> Iterator[str]:
         yield f"n={n} m={m} leaves {parts.named('advantage')} nothing to compare with: take 2 or more"
     if train.truncated == "zero" and (settings.parts["task"].get("weights") or {}).get("overlong"):
         yield "train.truncated=zero undoes what task.weights.overlong does to a cut reply: use train.truncated=train"
+    if (last := settings.parts["task"].get("overlong_tokens") or 0) > sampling.max_new_tokens:
+        yield f"task.overlong_tokens={last} must not exceed sampling.max_new_tokens={sampling.max_new_tokens}"
     if train.minibatches > train.prompts * m:
         yield f"train.minibatches={train.minibatches} must not exceed train.prompts * m, which is {train.prompts * m}"
     if train.warmup == "sft" and train.warmup_steps >= train.steps:
@@ -128,7 +135,10 @@ def _of_training(settings: RunSettings, parts: Factories) -> Iterator[str]:
         yield f"optim.weight_decay={optim.weight_decay} times optim.lr={optim.lr} must be below 1, or weights turn sign"
     if settings.model.dtype == "bfloat16" and not settings.model.adapted:
         yield "model.dtype=bfloat16 loses small updates: use model.dtype=float32 model.autocast=bfloat16, or adapters"
-    if parts["correction"].settings.get("prox") == "sampler":
+    prox = parts["correction"].settings.get("prox")
+    if prox == "ewma" and parts["correction"].settings.get("importance") == "none":
+        yield "correction.prox=ewma needs the weights that relate it to the sampler: use correction=decoupled with it"
+    if prox == "sampler":
         excluded = {
             "engine": parts.fact("engine", "is_policy") is False,
             "sparsity": parts.fact("sparsity", "evicts"),

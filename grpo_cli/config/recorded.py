@@ -15,7 +15,7 @@ from grpo_cli.config.choices import groups_of, read_command
 from grpo_cli.config.overrides import is_package_target, key_of, leaves, parsed, value_of
 from grpo_cli.config.trust import refuse_foreign
 from grpo_cli.runs.find import find_checkpoint, never_saved, resolve_run
-from grpo_cli.runs.layout import RUN, step_of
+from grpo_cli.runs.layout import RUN, run_of, step_of
 from grpo_cli.runs.record import RunRecord, read_record
 from grpo_cli.settings import RunSettings
 from grpo_cli.support.errors import UserError
@@ -56,7 +56,7 @@ def start_of(command: str, typed: Sequence[str]) -> Start:
     return Start(command, typed)
 
 
-def over(command: str, record: RunRecord | None, decided: Mapping[str, Any], typed: Sequence[str]) -> Start:
+def start_of_record(command: str, record: RunRecord | None, decided: Mapping[str, Any], typed: Sequence[str]) -> Start:
     """Return the start with a run's recorded settings, but for groups of which another choice is typed, and those that
     its place has `decided`. UserError for recorded settings that are incomplete or foreign (`config.trust`)."""
     file, groups, kept = read_command(command), {*groups_of(command)}, dict[str, Any]()
@@ -69,7 +69,7 @@ def over(command: str, record: RunRecord | None, decided: Mapping[str, Any], typ
         same = {group for group in groups & keys - own if value_of(group, typed) == record.choices.get(group)}
         kept = _kept(command, record, groups & keys - same)
         refuse_foreign(leaves("", kept).items(), keys - groups, record.source.parent)
-        typed = [again for word in typed if key_of(word) not in same for again in _over(kept, word)]
+        typed = [again for word in typed if key_of(word) not in same for again in _as_override(kept, word)]
     config = OmegaConf.create(dict(file.values))
     for key, value in {**kept, **decided}.items():
         OmegaConf.update(config, key, value, merge=False)
@@ -95,7 +95,7 @@ def _kept(command: str, record: RunRecord, replaced: Set[str]) -> dict[str, Any]
     return {key: config[key] for key in has & groups} | {key: settings[key] for key in shared}
 
 
-def _over(kept: Mapping[str, Any], word: str) -> list[str]:
+def _as_override(kept: Mapping[str, Any], word: str) -> list[str]:
     """Return an override as recorded settings take it: `+key=` may find its key there, and `~key` nothing."""
     key = key_of(word)
     if word[0] not in "+~" or key.partition(".")[0] not in kept:
@@ -114,22 +114,21 @@ def _to_resume(place: str, typed: Sequence[str]) -> Start:
     folder = resolve_run(run_dir or place)
     if place == "auto":
         to_stderr(f"resume=auto continues {plain(folder)}")
-    run = folder if step_of(folder.name) is None else folder.parent.parent
-    record = read_record(run)
+    record = read_record(run := run_of(folder))
     if record is None or record.command != "train":
         found = f"no {RUN}" if record is None else f"a run of grpo {record.command}"
         raise UserError(f"resume={place} needs a training's folder, and {run} has {found}: name another one")
     was_chosen = {f"{key}={AUTO}" for key in MAY_BE_AUTO}  # a resumed run computes as it began
     others = [word for word in typed if key_of(word) not in ("resume", "hydra.run.dir") and word not in was_chosen]
-    return over("train", record, {"resume": str(folder), "run_dir": str(run.absolute())}, others)
+    return start_of_record("train", record, {"resume": str(folder), "run_dir": str(run.absolute())}, others)
 
 
 def _to_evaluate(place: str, typed: Sequence[str]) -> Start:
     weights, record = weights_in(Path(place).expanduser(), f"checkpoint={place}")
     if step_of(weights.name) is not None and record is None and value_of("task", typed) is None:
-        raise UserError(f"{weights.parent.parent} has no {RUN} that names the task of checkpoint={place}: type task=")
+        raise UserError(f"{run_of(weights)} has no {RUN} that names the task of checkpoint={place}: type task=")
     typed = typed if record or value_of("model", typed) else [*typed, "model=hf"]
-    return over("eval", record, {"checkpoint": str(weights), **of_the_weights(weights, record)}, typed)
+    return start_of_record("eval", record, {"checkpoint": str(weights), **of_the_weights(weights, record)}, typed)
 
 
 def weights_in(folder: Path, named: str) -> tuple[Path, RunRecord | None]:
@@ -142,7 +141,7 @@ def weights_in(folder: Path, named: str) -> tuple[Path, RunRecord | None]:
     if found.path is None and (found.skipped or not ((folder / "config.json").is_file() or has_adapters(folder))):
         raise UserError(f"{named} holds no complete checkpoint; name a run (grpo ls lists them) or a checkpoint")
     weights = (found.path or folder).resolve()
-    return weights, None if step_of(weights.name) is None else read_record(weights.parent.parent)
+    return weights, None if step_of(weights.name) is None else read_record(run_of(weights))
 
 
 def of_the_weights(weights: Path, record: RunRecord | None) -> dict[str, Any]:
@@ -172,6 +171,11 @@ def checkpoint_to_resume(settings: RunSettings, warn: Callable[[str], None]) -> 
     if (done := step_of(found.path.name) or 0) > settings.train.steps:
         raise UserError(f"train.steps={settings.train.steps} is less than the {done} of {found.path}: ask for more")
     begun, path = read_record(Path(settings.run_dir)), settings.model.path
-    if begun and not settings.model.adapted and begun.config["model"]["path"] != path:  # a base may have been moved
+    was = begun.config["model"] if begun else {}
+    moved = was and was["path"].startswith(("/", ".", "~")) and not Path(was["path"]).expanduser().is_dir()
+    if was and not settings.model.adapted and was["path"] != path and not moved:  # a base may lie elsewhere
         raise UserError(f"model.path={path} is not the model of {found.path}: leave model= and model.path= out")
+    for key, now in {**vars(settings.model.lora), "targets": [*settings.model.lora.targets]}.items():
+        if was and key != "dropout" and was["lora"].get(key, now) != now:
+            raise UserError(f"model.lora.{key} is not that of the run in {found.path}: leave it out")
     return found.path

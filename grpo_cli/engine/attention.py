@@ -52,7 +52,7 @@ def reference(rows: Rows, cache: PagedCache, scale: float, note: Note | None = N
 
 
 def in_c(rows: Rows, cache: PagedCache, scale: float, note: Note | None = None) -> Attention:
-    """Attention in one call for each layer."""
+    """Return an attention that calls C once for each layer."""
     layout, dtype = cache.layout, cache.layout.dtype
     tables = [x.contiguous() for x in (rows.own, rows.held, rows.write_to, rows.prompt, rows.seen)]
     own, held, write_to, prompt, seen = (x.data_ptr() for x in tables)
@@ -116,7 +116,7 @@ def _(q: Tensor, *_: object) -> Tensor:
 
 
 def by_triton(rows: Rows, cache: PagedCache, scale: float, note: Note | None = None) -> Attention:
-    """Attention in one call for each layer."""
+    """Return an attention that launches one Triton kernel for each layer."""
     assert note is None, "the kernel returns no weights"
     write_at = rows.write_to * BLOCK + rows.held.remainder(BLOCK)
     memory = [memory.view(-1, *memory.shape[2:]) for memory in cache.memory]

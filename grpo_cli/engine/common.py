@@ -17,7 +17,7 @@ from grpo_cli.engine.samplers import Sampler
 from grpo_cli.engine.scheduling import Scheduler
 from grpo_cli.engine.sequence import Decode, Sequence
 from grpo_cli.support.errors import UserError
-from grpo_cli.types import EngineStats, Finish, Request, Rollout
+from grpo_cli.types import EngineStats, Request, Rollout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class SequenceEngine:
 
     def _learn(self, served: Seq[tuple[Sequence, Rollout]]) -> Mapping[str, float]:
         """Pass finished rollouts to the predictor; return a metric of what it had predicted of them."""
-        learnt_from = [(s, r) for s, r in served if r.request.teaches_length and r.finish is not Finish.PARTIAL]
+        learnt_from = [(s, r) for s, r in served if r.request.teaches_length and not r.is_partial]
         self._predictor.learn([rollout for _, rollout in learnt_from], _hidden([s for s, _ in learnt_from]))
         prefix = self._predictor.prefix_tokens
         errors = [abs(s.predicted - (len(r) - prefix)) for s, r in learnt_from if s.predicted is not None]

@@ -1,7 +1,7 @@
 """One forward step over the Hugging Face module's own layers, with the cache as an argument.
 
 Embedding, norms, projections, MLP and head are the trainer's modules (LoRA and quantised layers included), or copies of
-them for one generation (`layers.py`), so there are no weights to synchronise. Only attention is done here: in
+them for one generation (`products.py`), so there are no weights to synchronise. Only attention is done here: in
 prefill each prompt attends to itself; in decode each row attends to its prompt, whose keys are stored once for all its
 rows, and to its own response.
 """
@@ -18,23 +18,12 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from grpo_cli.engine import layers
+from grpo_cli.engine import products
 from grpo_cli.engine.attention import paged_attention, runs_triton
-from grpo_cli.engine.eviction import Evictor
+from grpo_cli.engine.evictor import Evictor
 from grpo_cli.engine.kv_cache import KvLayout, PagedCache, round_up
-from grpo_cli.engine.layers import (
-    EAGER,
-    NATIVE,
-    Block,
-    Compiled,
-    Functions,
-    Norm,
-    Weights,
-    activation_of,
-    is_plain,
-    linear_layers,
-    norm_of,
-)
+from grpo_cli.engine.layers import EAGER, NATIVE, Block, Compiled, Functions, Norm, activation_of, is_plain, norm_of
+from grpo_cli.engine.products import Weights, linear_layers
 from grpo_cli.engine.sequence import Rows, bucket
 from grpo_cli.model.anatomy import unwrapped
 from grpo_cli.model.packed import causal
@@ -139,7 +128,7 @@ class Decoder:
     @property
     def _is_small(self) -> bool:
         linears = (*linear_layers(self.model.model.layers), *linear_layers(self.model.lm_head))
-        return sum(layer.weight.numel() for layer in linears) < layers.PACKED_FROM
+        return sum(layer.weight.numel() for layer in linears) < products.PACKED_FROM
 
     @property
     def packs(self) -> bool:

@@ -22,9 +22,10 @@ from grpo_cli.engine.admission import Admission, Forecast
 from grpo_cli.engine.common import EngineParts, Tally
 from grpo_cli.engine.cuda_graph import Capture, GraphedSteps, StepOutput
 from grpo_cli.engine.decoder import TILE, Decoder
-from grpo_cli.engine.eviction import Budget, Evictor
+from grpo_cli.engine.eviction import Budget
+from grpo_cli.engine.evictor import Evictor
 from grpo_cli.engine.kv_cache import BLOCK, CachedPrompt, PagedCache, blocks_for, round_up, table_of
-from grpo_cli.engine.samplers import KvPlan
+from grpo_cli.engine.kv_plan import KvPlan
 from grpo_cli.engine.sampling import draw, drawing_of, uniforms
 from grpo_cli.engine.scheduling import Scheduler
 from grpo_cli.engine.sequence import Rows, RunningBatch, Sequence, Status

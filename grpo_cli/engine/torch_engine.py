@@ -16,7 +16,8 @@ from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.determinism import computes_the_same, without_company
 from grpo_cli.engine.eviction import Dense
 from grpo_cli.engine.generation import Generation
-from grpo_cli.engine.layers import NATIVE, Compiled, has_packed
+from grpo_cli.engine.layers import NATIVE, Compiled
+from grpo_cli.engine.products import has_packed
 from grpo_cli.engine.scheduling import Fifo
 from grpo_cli.engine.sequence import Sequence
 from grpo_cli.interfaces import EnvironmentAnswers, facts

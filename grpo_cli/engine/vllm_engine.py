@@ -69,11 +69,14 @@ class VllmEngine(ServingEngine):
         self._served = Served.of(parts.model, head_sizes(self._device))
 
     def _start(self, requests: Seq[Request]) -> Mapping[str, float]:
-        check_context(requests, self._limit(), ", or raise engine.max_model_len or sampler.kv_budget if they limit it")
+        more = ", or raise engine.max_model_len, engine.memory or sampler.kv_budget if they limit it"
+        check_context(requests, self._limit(), more)
         for temperature in (request.sampling.temperature for request in requests):
             if not (temperature == 0 or 0.01 <= temperature <= 2):
                 raise UserError(f"sampling.temperature={temperature}: engine=vllm takes 0.01 to 2, or 0, greedy")
-        return {"engine/weight_update_seconds": self._wake(requests)}
+        seconds = self._wake(requests)
+        check_context(requests, self._limit(), more)  # which vLLM may have lowered to what fits
+        return {"engine/weight_update_seconds": seconds}
 
     def _advance(self, serving: Serving, entered: Seq[Sequence]) -> None:
         """Start requests and run one step. vLLM reports tokens one by one, or all at the end, which takes less time, if
@@ -159,8 +162,8 @@ class VllmEngine(ServingEngine):
             raise
         except Exception as error:
             self._dead = (
-                f"vLLM {what}: {reason_of(error)}; the last finished step is kept, go on from it with "
-                "grpo train resume=auto, with less memory taken (engine.memory, sampler.slots) or with engine=torch"
+                f"vLLM {what}: {reason_of(error)}; go on with grpo train resume=auto, and a lower engine.memory or "
+                "sampler.slots, or engine=torch"
             )
             raise UserError(self._dead) from error
 
@@ -215,6 +218,8 @@ class VllmEngine(ServingEngine):
         if budget is not None or not on_gpu:
             kwargs["kv_cache_memory_bytes"] = blocks * block
             kwargs["max_model_len"] = min(self._limit(), (blocks - 1) * self._block)
+        elif self._max_model_len is None:
+            kwargs["max_model_len"] = -1  # vLLM chooses the longest that fits
         if on_gpu:
             kwargs["gpu_memory_utilization"] = self._share()
         with guest(), tempfile.TemporaryDirectory() as folder, self._answering("could not be started"):

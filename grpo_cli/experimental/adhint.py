@@ -46,8 +46,8 @@ class Hint:
     resumes: ClassVar[bool] = True
 
     def setup(self, runtime: Runtime) -> None:
-        if not isinstance(runtime.task, KnowsSolutions):
-            raise UserError("collector=hint needs worked solutions, and this task shows none: use collector=equal")
+        if not isinstance(runtime.task, KnowsSolutions) or getattr(runtime.task, "turns", 1) > 1:
+            raise UserError("collector=hint needs worked solutions of one turn, and this task has none: leave it out")
         self._task = runtime.task
 
     def __call__(self, step: StepRollouts) -> list[ScoredGroup]:

@@ -31,7 +31,7 @@ from grpo_cli.experimental.search import Searching, SearchMethod
 from grpo_cli.settings import MOST_SAMPLES
 from grpo_cli.support.facts import facts
 from grpo_cli.support.ranges import Count
-from grpo_cli.types import Finish, Rollout
+from grpo_cli.types import Rollout
 
 SHARPNESS, TINY = 0.01, 1e-30  # what cosines are divided by; the least length of a direction
 Width = Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
@@ -78,9 +78,9 @@ def grown(searching: Searching, width: int, every: int, counts: SharesOut) -> li
     while any(trees):
         rows = searching.go_on([[leaf.reply for leaf in tree] for tree in trees], step)
         for number, row in enumerate(rows):
-            ended[number] += [one for one in row if one.finish is not Finish.PARTIAL]
+            ended[number] += [one for one in row if not one.is_partial]
             moved = [Leaf(one, leaf.path) for one, leaf in zip(row, trees[number], strict=True)]
-            trees[number] = [leaf for leaf in moved if leaf.reply.finish is Finish.PARTIAL]
+            trees[number] = [leaf for leaf in moved if leaf.reply.is_partial]
         live = [leaf.reply for tree in trees for leaf in tree]
         states = iter(searching.states(live)) if live else iter(())
         for number, tree in enumerate(trees):

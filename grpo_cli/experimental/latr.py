@@ -29,7 +29,7 @@ from grpo_cli.experimental.reading import read
 from grpo_cli.interfaces import Runtime, StepRollouts
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.ranges import Count, Share
-from grpo_cli.types import Finish, Group, Rollout, ScoredGroup
+from grpo_cli.types import Group, Rollout, ScoredGroup
 
 Name = tuple[str, int]  # a prompt's id and a sample
 
@@ -190,14 +190,14 @@ def _stays_close(
 ) -> bool:
     """True if a stretch since the last reading is too close to its origin; False where either has ended."""
     branch = tree.branches.get(_name(one))
-    if branch is None or one.finish is not Finish.PARTIAL:
+    if branch is None or not one.is_partial:
         return False
     close, parent, start = False, known.get(branch.parent), branch.place
     for after in prune_after[branch.passed :]:
         if len(one) < start + after:
             break
         branch.passed += 1
-        if parent is not None and parent.finish is Finish.PARTIAL and len(parent) >= start + after:
+        if parent is not None and parent.is_partial and len(parent) >= start + after:
             stretches = (r.token_ids[start : start + after] for r in (one, parent))
             close = close or edit_distance(*stretches) / after < tau
     return close

@@ -25,7 +25,7 @@ from grpo_cli.experimental.search import Searching, SearchMethod
 from grpo_cli.settings import MOST_SAMPLES
 from grpo_cli.support.facts import facts
 from grpo_cli.support.ranges import Count
-from grpo_cli.types import Finish, Rollout
+from grpo_cli.types import Rollout
 
 
 @facts(resumes=True, one_turn=True)
@@ -42,7 +42,7 @@ class Particle(SearchMethod):
         # One particle is never chosen against another, and in one piece its log-probabilities have the same bits too.
         every = self.every if self.particles > 1 else None
         clouds = searching.begin(self.particles)
-        while any(one.finish is Finish.PARTIAL for cloud in clouds for one in cloud):
+        while any(one.is_partial for cloud in clouds for one in cloud):
             moved = zip(clouds, searching.go_on(clouds, every), rngs, strict=True)
             clouds = [self._chosen(before, cloud, rng) for before, cloud, rng in moved]
         return [cloud[rng.integers(len(cloud))] for cloud, rng in zip(clouds, rngs, strict=True)]

@@ -21,7 +21,7 @@ from grpo_cli.model.checks import context_of
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.answers import final_number, reference_number
-from grpo_cli.types import Finish, Prompt, Rollout
+from grpo_cli.types import Prompt, Rollout
 
 Replies = list[list[Rollout]]  # of each prompt, in order of the sample number
 
@@ -48,7 +48,7 @@ class Searching:
 
     def go_on(self, replies: Replies, tokens: int | None = None) -> Replies:
         """Return partial completions with at most `tokens` more, None: to their ends. The others stay as they are."""
-        unfinished = [one for row in replies for one in row if one.finish is Finish.PARTIAL]
+        unfinished = [one for row in replies for one in row if one.is_partial]
         partial = {_key(one): one for one in unfinished}
         assert len(partial) == len(unfinished), "a copy has the request, and so the random stream, of its own place"
         short = [one if tokens is None else with_limit(one, len(one) + tokens) for one in partial.values()]

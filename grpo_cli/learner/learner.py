@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from grpo_cli.learner.batch import rows_of, to_device, tokens_of, totals
 from grpo_cli.learner.forward import make_forward
 from grpo_cli.learner.optimizer import load_state, make_optimizer, move_state, require_finite_weights, state_by_name
 from grpo_cli.learner.sample_size import effective_share, rate_factor
+from grpo_cli.learner.schedule import learning_rate
 from grpo_cli.model.anatomy import has_dropout
 from grpo_cli.model.transfer import send
 from grpo_cli.settings import ModelSettings, OptimSettings, Sampling, TrainSettings
@@ -203,42 +204,3 @@ class Learner:
 def _in_order(batch: Batch, parts: Sequence[Tensor], values: Sequence[Tensor]) -> Float[Tensor, "N"]:
     """Return the results of all parts on the CPU, in the original order of the rows."""
     return torch.cat(list(values)).cpu()[torch.cat([tokens_of(batch, rows) for rows in parts]).argsort()]
-
-
-def learning_rate(optim: OptimSettings, step: int, steps: int) -> float:
-    """Return the rate of update `step` (from 0) of `steps`: a linear warm-up, then the schedule down to 0 at the end.
-
-    >>> half = OptimSettings(1.0, (0.9, 0.99), 1e-8, 0.0, warmup_steps=2, schedule="linear", max_grad_norm=1.0,
-    ...     name="adamw", offload=False, park=False, ess="none", ess_reference=1.0)
-    >>> [learning_rate(half, step, 6) for step in range(6)]
-    [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
-    """
-    if step < optim.warmup_steps:
-        return optim.lr * (step + 1) / optim.warmup_steps
-    done = (step - optim.warmup_steps) / max(1, steps - optim.warmup_steps)
-    if optim.schedule == "linear":
-        return optim.lr * (1.0 - done)
-    if optim.schedule == "cosine":
-        return optim.lr * 0.5 * (1.0 + torch.cos(torch.tensor(torch.pi * done)).item())
-    return optim.lr
-
-
-def schedule_of(optim: OptimSettings, train: TrainSettings) -> dict[str, Any]:
-    """Return the settings that determine the learning rate, by key: saved in a checkpoint."""
-    of_optim = {"optim.lr": optim.lr, "optim.warmup_steps": optim.warmup_steps, "optim.schedule": optim.schedule}
-    return {**of_optim, "train.steps": train.steps}
-
-
-def rate_jump(saved: Mapping[str, Any], optim: OptimSettings, train: TrainSettings, step: int) -> str | None:
-    """Return a warning if the rate of update `step` differs from what a saved `schedule_of` would have given."""
-    changed_then = {key.removeprefix("optim."): value for key, value in saved.items() if key.startswith("optim.")}
-    then = learning_rate(replace(optim, **changed_then), step, saved["train.steps"])
-    now = learning_rate(optim, step, train.steps)
-    if now == then:
-        return None
-    given = schedule_of(optim, train)
-    changed = ", ".join(f"{key}={given[key]} (was {value})" for key, value in saved.items() if given[key] != value)
-    return (
-        f"the learning rate of the next update is {now:.3g}, and would have been {then:.3g} under the settings that "
-        f"this run was saved with: {changed}"
-    )

@@ -15,7 +15,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from grpo_cli.history import of_kind
+from grpo_cli.interfaces import Correction
 from grpo_cli.learner.learner import Learner
+from grpo_cli.settings import TrainSettings
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import GIVEN, Batch
 
@@ -64,6 +66,12 @@ def old_policy(prox: str, window: float | int, model: Any, learner: Learner) -> 
     if prox == "ewma":
         return AveragedPolicy(model, learner, window)
     return (SamplerPolicy if prox == "sampler" else OldPolicy)(model, learner)
+
+
+def is_needed_first(correction: Correction, train: TrainSettings, has_dropout: bool) -> bool:
+    """True if updates need its log-probabilities before them. With one update per step, and without dropout, the
+    learner's own forward pass gives them, so that measuring the mismatch can wait for it."""
+    return correction.needs_old_logprobs or train.epochs * train.minibatches > 1 or has_dropout
 
 
 def pass_before(prox: str, needed: bool) -> bool:

@@ -49,9 +49,8 @@ def require_finite_weights(weights: Sequence[Tensor], optim: OptimSettings, step
     """
     if not math.isfinite(torch.nn.utils.get_total_norm(weights)):
         raise UserError(
-            f"step {step + 1}: after the update there are weights that are not finite (optim.lr={optim.lr}, here "
-            f"{rate:.3g}; optim.weight_decay={optim.weight_decay}). They are not saved: the newest checkpoint is from "
-            "before and is good. Lower optim.lr or optim.weight_decay and go on from it"
+            f"step {step + 1}: the update left weights that are not finite, which are not saved (learning rate "
+            f"{rate:.3g}); resume with lower optim.lr={optim.lr} or optim.weight_decay={optim.weight_decay}"
         )
 
 
@@ -82,8 +81,7 @@ def load_state(optimizer: Any, state: Mapping[str, Any], names: Sequence[str], w
             some = ", ".join(sorted(other)[:3]) + ", ..." * (len(other) > 3)
             raise UserError(
                 f"the checkpoint's optimizer {has} {len(other)} weights that this run {trains} ({some}): "
-                "resume with the model and the adapters that it was saved with, or start a new run from its "
-                "weights with model.path=<checkpoint>"
+                "resume with its model and adapters, or start anew with model.path=<checkpoint>"
             )
     found: dict[str, Any] = optimizer.state_dict()
     found["state"] = {numbers[name]: averages for name, averages in state["state"].items()}

@@ -28,7 +28,7 @@ from grpo_cli.support.memory import free_bytes, resident_bytes, total_bytes
 # What updates may do, the cheapest first; the micro-batch is the largest with which each of them fits.
 _FEWER_LOGITS, _RECOMPUTED, _OFFLOADED = {CHUNK: 128}, {RECOMPUTE: "full"}, {RECOMPUTE: "full", OFFLOAD: True}
 _WAYS: tuple[Values, ...] = tuple(way | few for way in ({}, _RECOMPUTED, _OFFLOADED) for few in ({}, _FEWER_LOGITS))
-SHARE = 0.9  # of free memory: plans are meant to be within a tenth of what a run takes
+OF_FREE = 0.9  # of free memory: plans are meant to be within a tenth of what a run takes
 # A plan may take this share of the limit, and on a CPU leaves at least these bytes, by which equal runs differ.
 MARGIN, CPU_RESERVE = 0.95, 32 * 2**20
 FEW_TOKENS = 1024  # a pass of fewer is slower than recomputing in a larger one
@@ -72,7 +72,7 @@ def room_of(settings: RunSettings, device: torch.device, workspace: int, warn: C
     held = resident_bytes() if device.type == "cpu" else workspace
     given, free, whole = settings.fit_bytes, free_bytes(device) + held, total_bytes(device)
     if given is None:
-        return int(SHARE * (free - held)) + held
+        return int(OF_FREE * (free - held)) + held
     if given > whole:
         instead = f"fit=auto takes what is free of it ({gib(free)})"
         raise UserError(f"fit={settings.fit}: the machine has {gib(whole)}; {instead}")
@@ -101,47 +101,60 @@ def choosable(planner: Planner, typed: Set[str]) -> frozenset[str]:
 
 def cheapest_fit(planner: Planner, room: int, typed: Set[str]) -> Fitted:
     """Choose for `room` bytes: with `fit` of all settings that were not typed, else the micro-batch alone, for updates.
-    First the cheapest way in which updates fit with passes that are not small, then the most tokens of a pass and the
-    most slots; if that does not do, with the optimizer's state parked, or offloaded."""
+    Where nothing fits, return the least that would do."""
     settings, updates = planner.run.settings, replace(planner, step=replace(planner.step, sampler=None))
     name, may = f"fit={settings.fit}", choosable(planner, typed)
     if settings.fit == "none" or settings.resume is not None:
         name, may, planner = f"{TOKENS}=auto", frozenset({TOKENS}), updates
+    waiting = {"sampler": "infinite"} if SLOTS in may and "slots" not in settings.parts["sampler"] else {}
+    values, is_enough = _cheapest(planner, updates, room, may, waiting)
+    if not is_enough:
+        least = planner.plan(values)
+        enough = gib(1.005 * max(least.peak / MARGIN, least.peak + CPU_RESERVE)).replace(" ", "")  # rounded, not down
+        line = f"{name}: at most {gib(room)} may be held, and the least that would do with what is typed is "
+        return Fitted(values, least, [f"{line}{gib(least.peak)}: give fit={enough}, or leave out typed settings"])
+    values, rounds, spare = _with_slots(planner, room, may, values)
+    plan, costs = planner.plan(values), {**_COSTS, SLOTS: rounds}
+    lines = [f"{name}: at most {gib(plan.peak)} of {gib(room)} are expected to be held, in {plan.fullest}"]
+    lines.append(f"  without these it would be {gib(planner.plan().peak)}:" if values else "  all of it fits as it is")
+    lines += [f"  {f'{key}={shown(value)}':42}  {costs[key]}" for key, value in values.items()]
+    return Fitted(values, plan, [*lines, *spare])
+
+
+def _cheapest(planner: Planner, updates: Planner, room: int, may: Set[str], waiting: Values) -> tuple[Values, bool]:
+    """Return the first values that fit: the cheapest way in which updates fit with passes that are not small, then the
+    most tokens of a pass and the most slots; if that does not do, with the optimizer's state parked, or offloaded.
+    Where nothing fits, return the values that take the least, and False."""
+    ways, small = [way for way in _WAYS if way.keys() <= may], {TOKENS: FEW_TOKENS} if TOKENS in may else {}
+    auto = planner.run.settings.train.micro_batch_tokens == AUTO
 
     def fits(values: Values, of: Planner = planner) -> bool:
         return of.plan(values).peak <= room
 
-    auto, small = settings.train.micro_batch_tokens == AUTO, {TOKENS: FEW_TOKENS} if TOKENS in may else {}
-    waiting = {"sampler": "infinite"} if SLOTS in may and "slots" not in settings.parts["sampler"] else {}
-    ways = [way for way in _WAYS if way.keys() <= may]
-    for more in ({}, *({key: True} for key in (PARK, STATE) if key in may)):
+    elsewhere: list[Values] = [{}, *({key: True} for key in (PARK, STATE) if key in may)]
+    for more in elsewhere:
         found = (way for way in ways for few in ({}, small) if fits({**more, **way, **few}, updates))
         values: dict[str, Any] = {**next(found, ways[-1]), **more}
         for key, of in ((TOKENS, updates), (SLOTS, planner)):
             if key in may and ((auto and key == TOKENS) or not fits(values, of)):
                 values |= {**(waiting if key == SLOTS else {}), key: max(1, most(of, key, room, values))}
         if fits(values):
-            break
-    else:
-        values = {**ways[-1], **more, **waiting, **dict.fromkeys(may & {TOKENS, SLOTS}, 1)}
-        least = planner.plan(values)
-        enough = gib(1.005 * max(least.peak / MARGIN, least.peak + CPU_RESERVE)).replace(" ", "")  # rounded, not down
-        lines = [f"{name}: at most {gib(room)} may be held, and the least that would do with what is typed is "]
-        return Fitted(values, least, [f"{lines[0]}{gib(least.peak)}: give fit={enough}, or leave out typed settings"])
-    rounds = ""
-    if (sampler := planner.step.sampler) is not None and (SLOTS in values or planner.device.type == "cuda"):
-        every = planner.step.rollouts.rollouts
-        now, new = sampler.slots_for(every, every), values.get(SLOTS) or max(1, most(planner, SLOTS, room, values))
-        if new > now and SLOTS in may and sampler.slots is None:
-            values[SLOTS] = new
-        rounds = f"{'gains' if new > now else 'costs'} decode steps: {-(-every // new)} rounds, not {-(-every // now)}"
-    plan, costs = planner.plan(values), {**_COSTS, SLOTS: rounds}
-    lines = [f"{name}: at most {gib(plan.peak)} of {gib(room)} are expected to be held, in {plan.fullest}"]
-    lines.append(f"  without these it would be {gib(planner.plan().peak)}:" if values else "  all of it fits as it is")
-    lines += [f"  {f'{key}={shown(value)}':42}  {costs[key]}" for key, value in values.items()]
-    if rounds and new > now and SLOTS not in values:
-        lines.append(f"  more slots than are set would fit, {new}: {rounds}")
-    return Fitted(values, plan, lines)
+            return values, True
+    return {**ways[-1], **elsewhere[-1], **waiting, **dict.fromkeys(may & {TOKENS, SLOTS}, 1)}, False
+
+
+def _with_slots(planner: Planner, room: int, may: Set[str], values: Values) -> tuple[Values, str, list[str]]:
+    """Return the values, on a GPU with all slots that fit where nobody set a number; what these slots gain or cost; and
+    a line if more than were set would fit."""
+    sampler, every = planner.step.sampler, planner.step.rollouts.rollouts
+    if sampler is None or (SLOTS not in values and planner.device.type != "cuda"):
+        return values, "", []
+    now, new = sampler.slots_for(every, every), values.get(SLOTS) or max(1, most(planner, SLOTS, room, values))
+    if new > now and SLOTS in may and sampler.slots is None:
+        values = {**values, SLOTS: new}
+    rounds = f"{'gains' if new > now else 'costs'} decode steps: {-(-every // new)} rounds, not {-(-every // now)}"
+    has_spare = new > now and SLOTS not in values
+    return values, rounds, [f"  more slots than are set would fit, {new}: {rounds}"] * has_spare
 
 
 def most(planner: Planner, key: str, room: int, values: Values) -> int:

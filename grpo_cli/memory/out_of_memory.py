@@ -73,5 +73,6 @@ def explaining_out_of_memory(run: Prepared[Any]) -> Iterator[None]:
             lines += breakdown(Planner.of(run, run.device), phase=phase)
         except (UserError, MemoryError, RuntimeError) as fault:
             lines.append(f"its memory could not be planned: {fault}")
-        lines.append("fit=auto chooses settings that fit; grpo profile profile.plan_only=true fit=<memory> shows them")
+        choose = "fit=auto chooses settings that fit; " * (run.settings.resume is None)  # a resumed run keeps its own
+        lines.append(f"{choose}grpo profile profile.plan_only=true fit=<memory> shows what fits")
         raise UserError("\n".join(lines)) from error

@@ -21,7 +21,7 @@ from grpo_cli.config.prepare import Prepared, Settings
 from grpo_cli.experiment import uses_torch_engine
 from grpo_cli.learner.forward import packs_rows
 from grpo_cli.learner.logprobs import chosen_logprobs
-from grpo_cli.learner.old_policy import average_bytes, pass_before
+from grpo_cli.learner.old_policy import average_bytes, is_needed_first, pass_before
 from grpo_cli.learner.optimizer import state_bytes
 from grpo_cli.memory.plan import MemoryPlan, StepShape, Workload, plan
 from grpo_cli.memory.shapes import ShapeModel, trained
@@ -59,13 +59,13 @@ class Planner:
             return ShapeModel(replace(model, gradient_checkpointing=recompute, offload_activations=offload), device)
 
         built = run.parts.engine_parts(settings.seed)
-        m, updates = min(settings.m, settings.n), train.epochs * train.minibatches
-        old_logprobs_first = correction.needs_old_logprobs or updates > 1 or model.lora.dropout > 0
+        m = min(settings.m, settings.n)
+        old_logprobs_first = is_needed_first(correction, train, model.lora.dropout > 0)
         corrects_all = correction.rejects and pass_before(correction.prox, True)
         step = StepShape(
             rollouts=rollouts,
             m=m,
-            sampler=built["sampler"] if uses_torch_engine(settings) else None,
+            sampler=built["sampler"] if uses_torch_engine(run.parts) else None,
             sparsity=built["sparsity"],
             evaluation=evaluation,
             tokens=UNLIMITED_TOKENS if train.micro_batch_tokens == AUTO else train.micro_batch_tokens,
@@ -77,7 +77,7 @@ class Planner:
             minibatches=train.minibatches,
             logprobs_of=settings.n if corrects_all else m if pass_before(correction.prox, old_logprobs_first) else 0,
             reference=run.rules.loss.needs_reference,
-            second_model=not model.adapted or model.adapter is not None,
+            second_model=not model.holds_reference,
             optimizer=_optimizer_bytes(settings, shapes(model.gradient_checkpointing, model.offload_activations)),
             parks=settings.optim.park and device.type != "cpu",
             workspace=workspace,
@@ -145,7 +145,7 @@ def not_planned(run: Prepared[Any]) -> tuple[str, ...]:
     """Return what of a run's memory cannot be computed from shapes."""
     resumes, several = fact(run.rules.collector, "resumes"), getattr(run.rules.collector, "func", None) is not equal
     notes = {
-        "rollouts of another engine: prefill, decode and eval are missing": not uses_torch_engine(run.settings),
+        "rollouts of another engine: prefill, decode and eval are missing": not uses_torch_engine(run.parts),
         "rollouts that are left partial: all are taken to end in their step": resumes,
         "several rounds of rollouts: the most that the collector requests at a time count": several and not resumes,
         "train.warmup=sft: demonstrations may be longer than rollouts": run.settings.train.warmup == "sft",

@@ -20,7 +20,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from grpo_cli.engine.kv_cache import KvLayout
-from grpo_cli.engine.layers import PACKED_FROM, has_packed, linear_layers
+from grpo_cli.engine.products import PACKED_FROM, has_packed, linear_layers
 from grpo_cli.learner.logprobs import AT_ONCE, ByRow, chosen_logprobs
 from grpo_cli.memory.allocations import Allocations
 from grpo_cli.model.adapters import made_anew

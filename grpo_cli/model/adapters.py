@@ -91,7 +91,9 @@ def _with_saved(model: Any, place: str, lora: LoraSettings) -> Any:
         if (wanted := getattr(lora, name)) and saved.get(key) != wanted:
             raise UserError(f"model.adapter={place} was saved with {key}={saved.get(key)}: leave model.lora.{name} out")
     with _quiet() as peft, explained(f"model.adapter={place} cannot be loaded onto {type(model).__name__}"):
-        return peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True)
+        config = peft.PeftConfig.from_pretrained(str(folder))
+        config.lora_dropout = lora.dropout  # of the updates, not of the adapters
+        return peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True, config=config)
 
 
 def merge_adapters(model: Any) -> Any:

@@ -46,13 +46,13 @@ def without_mask(model: Any) -> dict[str, Tensor]:
 
 
 def backbone(model: Any) -> Any:
-    """Token ids to last hidden states."""
+    """Return the half from token ids to last hidden states."""
     inner = unwrapped(model)
     return inner.model if is_llama_shaped(model) else inner.base_model
 
 
 def head(model: Any) -> Any:
-    """Hidden states to logits."""
+    """Return the half from hidden states to logits."""
     inner = unwrapped(model)
     return inner.lm_head if is_llama_shaped(model) else partial(_after_backbone, inner)
 
@@ -104,5 +104,5 @@ def merged_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
             layer = deepcopy(inner.get_submodule(path))
             layer.merge()
             yield path + rest, layer.get_base_layer().weight.detach()
-        elif ".lora_" not in name:
-            yield path + rest, parameter.detach()
+        elif ".lora_" not in name and ".original_module." not in name:  # PEFT's names of a layer trained whole
+            yield (path + rest).replace(".modules_to_save.default", ""), parameter.detach()

@@ -104,6 +104,8 @@ def _has_our_threads(made: ctypes.CDLL) -> bool:
 def _cache() -> Path | None:
     """Return the folder of libraries, of the user's and writable by nobody else; None if there can be none."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "grpo-cli"
+    if not folder.is_absolute():  # there is no home
+        return None
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError:

@@ -147,7 +147,7 @@ def compare(
     target_is = "--target" if target else f"{100 * DEFAULT_TARGET:g}% of the highest"
     if target is None and len({arm.task for arm in arms}) == 1:
         best = max((value for arm in arms for value in arm.mean_curve.values), default=None)
-        target = None if best is None else DEFAULT_TARGET * best
+        target = DEFAULT_TARGET * best if best else None
     unknown = tuple(run for run in runs if not run.recorded.known)
     return Comparison(columns, also, arms, unknown, base, bases, target, target_is, metric)
 

@@ -26,11 +26,12 @@ def overview(comparison: Comparison) -> Iterator[str]:
     for group, named in [*about.items()]:
         about |= {key: shared[key] for key in [f"{group}.path"] if shared.get(key) not in (None, named)}
     if (commit := runs[0].code.get("commit")) and all(run.code.get("commit") == commit for run in runs):
-        about["commit"] = commit[:12]
+        about["commit"] = commit[:12] + "-dirty" * commit.endswith("-dirty")
     if about:
         yield ", ".join(f"{key} {shown(value)}" for key, value in about.items())
-    typed = {key: word for one in recorded for key, word in one.typed.items() if key in shared}
-    words = [word for key, word in typed.items() if key.partition(".")[0] not in NO_DIFFERENCE]
+    typed = {key: word for one in recorded for key, word in one.typed.items()}
+    same = {key for key, word in typed.items() if key in shared or all(one.typed.get(key) == word for one in recorded)}
+    words = [word for key, word in typed.items() if key in same and key.partition(".")[0] not in NO_DIFFERENCE]
     if words:
         yield f"all of them: grpo train {shlex.join(words)}"
 

@@ -26,7 +26,7 @@ Epsilon = Annotated[float, Field(ge=0)]
 
 
 def grpo(group: ScoredGroup, kept: Sequence[int], *, stats_over: StatsOver, eps: Epsilon) -> Float[Tensor, " K"]:
-    """(r - mean) / (std + eps), with the unbiased standard deviation (DeepSeekMath, arXiv 2402.03300).
+    """Compute (r - mean) / (std + eps), with the unbiased standard deviation (DeepSeekMath, arXiv 2402.03300).
 
     `eps` is 1e-4 in TRL and in the PODS code, 1e-6 in slime and Sparse-RL. Dividing by the deviation gives hard and
     easy prompts, whose rewards vary little, the same weight as the others; see `dr_grpo` for the objection.

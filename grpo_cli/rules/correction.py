@@ -144,9 +144,8 @@ def log_mismatch_ratio(batch: Batch, old_logprobs: Float[Tensor, "N"]) -> Float[
     missing = int((~sampler.isfinite() & mask).sum())
     if missing:
         raise UserError(
-            f"the engine gave no finite sampler log-probability for {missing} of {int(mask.sum())} sampled tokens, so "
-            "the mismatch cannot be known (recomputed ones would make every xi 1 and hide it): use an engine that "
-            "reports the log-probability of each token it samples, such as engine=torch"
+            f"the engine returned no finite log-probability for {missing} of {int(mask.sum())} sampled tokens: use one "
+            "that returns one for each token, such as engine=torch"
         )
     return (old_logprobs.detach().float() - sampler).masked_fill(~mask, 0.0)
 

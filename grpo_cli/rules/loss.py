@@ -124,7 +124,7 @@ def aggregate(values: Float[Tensor, "N"], batch: Batch, totals: Totals, aggregat
 
 
 def log_policy_ratio(logprobs: Float[Tensor, "N"], batch: Batch) -> Float[Tensor, "N"]:
-    """log(learner / old policy), 0 outside the loss mask; the learner itself is the old policy until it has moved."""
+    """Compute log(learner / old policy), 0 outside the loss mask. Until it has moved the learner is the old policy."""
     learner = masked_float(logprobs, batch.loss_mask)
     if batch.old_logprobs is None:
         return learner - learner.detach()
@@ -132,7 +132,7 @@ def log_policy_ratio(logprobs: Float[Tensor, "N"], batch: Batch) -> Float[Tensor
 
 
 def k3(logprobs: Float[Tensor, "N"], ref_logprobs: Float[Tensor, "N"], mask: Bool[Tensor, "N"]) -> Float[Tensor, "N"]:
-    """Schulman's k3 estimator of KL(learner || reference): exp(d) - d - 1 >= 0 with d = log(reference / learner)."""
+    """Estimate KL(learner || reference) by Schulman's k3: exp(d) - d - 1 >= 0 with d = log(reference / learner)."""
     difference = masked_float(ref_logprobs, mask).detach() - masked_float(logprobs, mask)
     return bounded_ratio(difference) - difference - 1
 

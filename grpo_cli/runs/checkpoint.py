@@ -58,7 +58,7 @@ def _remove(root: Path, checkpoints: Sequence[Path]) -> None:
             doomed = path.with_name(f".{path.name}{UNFINISHED}")  # what a kill leaves of it is cleared
             os.replace(path, doomed)
             (doomed / COMPLETE).unlink()
-            shutil.rmtree(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)  # on NFS a file that is mapped stays until it is closed
 
 
 def _save_state(path: Path, state: Mapping[str, Any]) -> None:
@@ -83,7 +83,7 @@ def clear_leftovers(run_dir: Path) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
                 os.replace(path, folder)
             else:
-                shutil.rmtree(path)
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def load_state(folder: Path) -> dict[str, Any]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_cli.runs.files import content, read_object, sha256
-from grpo_cli.runs.layout import CHECKPOINTS, COMPLETE, METRICS, OUTPUTS, RUN, SUMMARY, TRAINER_STATE, step_of
+from grpo_cli.runs.layout import CHECKPOINTS, COMPLETE, METRICS, OUTPUTS, RUN, SUMMARY, TRAINER_STATE, run_of, step_of
 from grpo_cli.support.errors import UserError
 
 
@@ -92,16 +93,21 @@ def resolve_run(resume: str) -> Path:
 def completed_steps(folder: Path) -> int | None:
     """Return the step of a completed run's last checkpoint, or of the checkpoint that is given; None if the run is not
     completed."""
-    run = folder if step_of(folder.name) is None else folder.parent.parent
     saved = [step_of(path.name) for path in candidates(folder) if (path / COMPLETE).is_file()]
-    return saved[0] if saved and read_object(run / SUMMARY).get("status") == "completed" else None
+    return saved[0] if saved and read_object(run_of(folder) / SUMMARY).get("status") == "completed" else None
 
 
 def _newest_run(train: Path) -> Path:
     # Folders of runs that a user placed one level down count too; a sweep's do not (resume=sweep).
     saved = [path for depth in ("*", "*/*") for path in train.glob(f"{depth}/{CHECKPOINTS}/step_*/{COMPLETE}")]
     newest = sorted(saved, key=lambda path: path.stat().st_mtime, reverse=True)
-    for run in sorted({path.parents[2]: None for path in newest}, key=lambda run: completed_steps(run) is not None):
+
+    def is_over(run: Path) -> bool:
+        with suppress(UserError):  # a damaged summary says nothing
+            return completed_steps(run) is not None
+        return False
+
+    for run in sorted({path.parents[2]: None for path in newest}, key=is_over):
         if find_checkpoint(run).path is not None:
             return run.resolve()
     raise UserError(f"resume=auto found no run with a complete checkpoint in {train}. Name a folder: resume=<run>")

@@ -51,6 +51,11 @@ def step_of(name: str) -> int | None:
     return int(found[1] or found[2]) if found else None
 
 
+def run_of(folder: Path) -> Path:
+    """Return the folder of the run that a checkpoint's folder belongs to; any other folder is the run's."""
+    return folder if step_of(folder.name) is None else folder.parent.parent
+
+
 def new_folder(command: str) -> Path:
     """Return a new folder for the output of `command`, named as Hydra names those of runs; not created."""
     return OUTPUTS / command / f"{datetime.now():%Y-%m-%d_%H-%M-%S}-{secrets.token_hex(2)}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import platform
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
@@ -19,6 +20,8 @@ from grpo_cli.runs.layout import LOCK
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import plain
 from grpo_cli.support.isolation import undone_in_children
+
+TRIES, WAIT = 3, 0.03  # seconds
 
 
 @contextmanager
@@ -32,7 +35,7 @@ def sole_use(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
         file = regular(str(folder / LOCK), os.O_RDWR | os.O_CREAT)
     try:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(file)
         except BlockingIOError as error:
             raise UserError(f"{folder} is in use by {holder(folder)}; wait for it, or stop it first") from error
         except OSError as error:
@@ -45,6 +48,15 @@ def sole_use(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
             _write(file, "")
     finally:
         os.close(file)
+
+
+def _lock(file: int) -> None:
+    """Lock a file. BlockingIOError if another process keeps it: one that only looks (`is_held`) has it for a moment."""
+    for _ in range(TRIES):
+        with suppress(BlockingIOError):
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        time.sleep(WAIT)
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _write(file: int, holder: str) -> None:

@@ -46,7 +46,7 @@ def digests(names: Iterable[Any]) -> dict[str, str]:
     """Return the SHA-256 of each of these names that is a file's, by name."""
     found = {}
     for name in names:
-        with suppress(OSError, ValueError):  # what cannot be read is refused by what reads it
+        with suppress(OSError, ValueError, RuntimeError):  # of text that is no path, or names nobody's home
             if isinstance(name, str) and (path := Path(name).expanduser()).is_file():
                 found[name] = sha256(path)
     return found

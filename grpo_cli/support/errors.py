@@ -55,7 +55,7 @@ def own_code(what: str, about: Callable[[], str] = str) -> Iterator[None]:
 
 
 def own_code_unless_ours(what: str, code: Any) -> AbstractContextManager[Any]:
-    """`own_code` for a user's own code; errors of our code propagate."""
+    """Return `own_code` for a user's own code; errors of our code propagate."""
     return nullcontext() if str(getattr(code, "__module__", "")).startswith("grpo_cli.") else own_code(what)
 
 

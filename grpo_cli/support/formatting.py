@@ -16,7 +16,7 @@ def is_a(kind: Any, value: Any) -> bool:
 
 
 def shown(value: Any) -> str:
-    """The value as it is typed."""
+    """Return the value as it is typed."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -50,7 +50,7 @@ def duration(seconds: float | int) -> str:
 
 
 def plain(text: object) -> str:
-    """Untrusted text as one safe line: without line breaks, control or escape characters."""
+    """Return untrusted text as one safe line: without line breaks, control or escape characters."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in " ".join(str(text).split()))
 
 
@@ -60,8 +60,8 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
 
 
 def legible(text: str) -> str:
-    """Text of several lines that is safe to print: without escape sequences, and with other control characters (except
-    line breaks and tabs) replaced.
+    """Return text of several lines that is safe to print: without escape sequences, and with other control characters
+    (except line breaks and tabs) replaced.
 
     >>> legible("a\\x1b[31mb\\rc")
     'ab\N{REPLACEMENT CHARACTER}c'

@@ -1,4 +1,4 @@
-"""Memory of processes, spans and devices: peaks, what is free, and out-of-memory errors."""
+"""Memory of processes and devices: peaks, what is free, the allocator's heap, and out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -142,19 +142,18 @@ def start_peak(device: torch.device) -> None:
 
 # CUDA's own memory of each process, which PyTorch does not count: context, kernels, libraries. An allowance: it is 0.3
 # to 0.6 GB by card and driver, and cannot be queried without NVIDIA's management library.
-CONTEXT = 512 * 2**20
-SHARE = "GRPO_GPU_SHARE"  # in the environment of a sweep's job: its share of a GPU
+CUDA_CONTEXT_BYTES = 512 * 2**20
 
 
 def held_by_others(device: torch.device) -> tuple[int, int, int]:
     """Return the bytes of a GPU held by other processes, free, and in total."""
     free, total = torch.cuda.mem_get_info(device)
-    return max(0, total - free - torch.cuda.memory_reserved(device) - CONTEXT), free, total
+    return max(0, total - free - torch.cuda.memory_reserved(device) - CUDA_CONTEXT_BYTES), free, total
 
 
 def part_of_gpu(share: float, total: int) -> float:
     """Return the fraction of a GPU's memory that PyTorch may allocate in one of 1 / `share` processes on it."""
-    return share if share == 1 else max(0.0, share - CONTEXT / total)
+    return share if share == 1 else max(0.0, share - CUDA_CONTEXT_BYTES / total)
 
 
 def expand_segments() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-Count = Callable[..., None]  # takes the parts done, all parts, and the tokens generated, if any
+ReportProgress = Callable[..., None]  # takes the parts done, all parts, and the tokens generated, if any
 
 
 def uncounted(*progress: str | int) -> None:
@@ -42,7 +42,7 @@ class Meter:
         device: torch.device | str = "cpu",
         on_phase: Callable[[tuple[str, ...]], None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
-        on_progress: Count = uncounted,
+        on_progress: ReportProgress = uncounted,
     ) -> None:
         self._device = torch.device(device)
         self._on_phase, self._on_progress = on_phase or (lambda names: None), on_progress
@@ -51,7 +51,7 @@ class Meter:
         self._times: list[tuple[str, Any, Any]] = []
 
     @contextmanager
-    def span(self, name: str) -> Iterator[Count]:
+    def span(self, name: str) -> Iterator[ReportProgress]:
         """Time the body under `name`, even if it raises. Yield the function that reports its progress."""
         span, counts = (name, self._now()), name not in self._names()  # else the outer one counts this time
         self._open.append(span)

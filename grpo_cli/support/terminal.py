@@ -65,7 +65,7 @@ def to_stderr(text: str) -> None:
 
 def console(file: Any = None, **options: Any) -> Console:
     """Return a console on standard output or `file`, which may be closed while it is in use. Control sequences in
-    texts are removed. A dumb terminal is as wide as COLUMNS says, where rich takes it for 80 columns wide."""
+    texts are removed. A dumb terminal is as wide as COLUMNS, where rich takes it for 80 columns wide."""
     from rich.console import Console
     from rich.segment import Segment
 

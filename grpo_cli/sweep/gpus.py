@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import grpo_cli
+from grpo_cli.settings import SHARE_VARIABLE
 from grpo_cli.support.errors import UserError
 
 
@@ -41,8 +42,8 @@ def places(jobs: int, gpus: Sequence[str], environment: Mapping[str, str]) -> li
     if here != sysconfig.get_paths()["purelib"]:
         path = os.pathsep.join(filter(None, (path, here)))
     for_all = {"PYTHONPATH": path}
-    if jobs > 1 and "OMP_NUM_THREADS" not in environment:
+    if jobs > 1 and environment.get("OMP_NUM_THREADS", "") in ("", "0"):
         for_all["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // jobs))
     dealt = [gpus[i % len(gpus)] for i in range(jobs)] if gpus else []
-    shares = [{"CUDA_VISIBLE_DEVICES": gpu, "GRPO_GPU_SHARE": str(1 / dealt.count(gpu))} for gpu in dealt]
+    shares = [{"CUDA_VISIBLE_DEVICES": gpu, SHARE_VARIABLE: str(1 / dealt.count(gpu))} for gpu in dealt]
     return [for_all | share for share in shares or [{}] * jobs]

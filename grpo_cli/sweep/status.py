@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -71,7 +72,9 @@ def failure(code: int, folder: Path) -> str | None:
     if code < 0:
         hint = ": often because the machine ran out of memory" if -code == signal.SIGKILL else ""
         return f"killed by signal {-code} ({signal.strsignal(-code)}){hint}"
-    text = (folder / LOG).read_bytes()[-TAIL_BYTES:].decode("utf-8", "replace")
+    text = ""
+    with suppress(OSError):  # somebody may have removed the folder
+        text = (folder / LOG).read_bytes()[-TAIL_BYTES:].decode("utf-8", "replace")
     lines = [line.strip() for line in text.split("\n") if line.strip()]
     start = next((i for i in reversed(range(len(lines))) if lines[i].startswith("error: ")), len(lines) - 1)
     message = " ".join(lines[start:]).removeprefix("error: ")

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
+
 from grpo_cli.interfaces import KnowsSolutions, Runtime
 from grpo_cli.settings import RunSettings, Sampling
 from grpo_cli.support.errors import UserError
@@ -54,12 +56,17 @@ def solutions(
     task: Any, field: str, tokenizer: Tokenizer, eos: int, warn: Callable[[str], None], most: int
 ) -> list[Rollout]:
     """Return training problems with the text of a field of their rows as the reply; of a task that knows right replies,
-    those to the first `most` problems. Raise UserError if there are none."""
+    those to at most `most` problems. Raise UserError if there are none."""
     prompts, found = task.prompts("train"), []
     if isinstance(task, KnowsSolutions):
+        if getattr(task, "turns", 1) > 1:
+            raise UserError("train.warmup=sft: this task's solutions are of one turn, not of episodes; leave it out")
         some = [prompts[i] for i in range(min(len(prompts), most))]
         return [demonstration(one, [(False, [*task.solution(one), eos])]) for one in some]
-    for prompt in prompts if hasattr(task, "row_of") else ():
+    places: Sequence[int] = range(len(prompts) if hasattr(task, "row_of") else 0)
+    if len(places) > most:  # no more are shown: each takes time and memory
+        places = sorted(np.random.default_rng(0).permutation(len(places))[:most].tolist())
+    for prompt in (prompts[place] for place in places):
         with suppress(KeyError):
             text = value_of(task.row_of(prompt), field)
             if isinstance(text, str) and text.strip():
@@ -69,8 +76,8 @@ def solutions(
             f"train.warmup=sft imitates worked solutions, but no row of the task has text in the field {field}: set "
             "train.warmup_field, or give a file of conversations as train.warmup_path"
         )
-    if len(found) < len(prompts):
-        warn(f"train.warmup=sft: {len(found)} of {len(prompts)} problems have a solution in the field {field}")
+    if len(found) < len(places):
+        warn(f"train.warmup=sft: {len(found)} of {len(places)} problems have a solution in the field {field}")
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any, Unpack, cast
 
@@ -65,11 +65,8 @@ class Jsonl(DialogueTask):
         if not (source := path or default_path):
             raise UserError("task.path is missing: give a file (.jsonl, .csv, ...), or hub:<dataset>:<split>")
         self._set_up(tokenizer, turns, chat_template_kwargs, warn)
-        self._judge = (
-            ModelJudge(judge, run_dir, warn)
-            if reward == "judge"
-            else _judge(reward, GRADINGS[grading], judge_seconds, judge_workers, self._environment)
-        )
+        of_model = partial(ModelJudge, judge, run_dir, warn)
+        self._judge = _judge(reward, GRADINGS[grading], judge_seconds, judge_workers, self._environment, of_model)
         self._weighing = Weighing(weights or {}, formats_on, self._judge.main)
         self._overlong_tokens, self._fields = overlong_tokens, (question_field, answer_field)
         self._source, self._eval_fraction = source, eval_fraction
@@ -178,13 +175,22 @@ class Jsonl(DialogueTask):
         return [replace(problem, answer=reference) for problem, reference in found if reference is not None]
 
 
-def _judge(reward: str, main: str, seconds: float, workers: int, environment: Environment | None) -> Judge:
+def _judge(
+    reward: str,
+    main: str,
+    seconds: float,
+    workers: int,
+    environment: Environment | None,
+    of_model: Callable[[], ModelJudge],
+) -> Judge:
     if reward == "numbers":
         return Numbers(main)
     if reward == "math":
         return MathJudge(main, seconds, workers)
     if main != GRADINGS["lenient"]:
-        raise UserError("task.grading=strict is for task.reward=numbers and math; your own function grades as it likes")
+        raise UserError("task.grading=strict is for task.reward=numbers and math: leave it out")
+    if reward == "judge":
+        return of_model()
     if reward != "environment":
         return OwnReward(reward)
     if not isinstance(environment, Episodes) or not environment.scores:

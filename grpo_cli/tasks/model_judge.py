@@ -10,13 +10,13 @@ import hashlib
 import json
 import os
 import re
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from typing import Annotated
 
 import httpx
@@ -30,6 +30,7 @@ from grpo_cli.support.ranges import Count
 from grpo_cli.tasks.judges import Completion, Judge
 
 START_SECONDS = 10.0
+SILENT = 3  # time-outs in a row, for each question at a time, after which no more are put
 RETRIES, BACK_OFF = 4, 0.5  # seconds before the first; each further one waits twice as long
 _AGAIN = (408, 409, 425, 429, 500, 502, 503, 504, 529)  # a retry may succeed
 _FIELD = re.compile(r"\{(question|answer|reply)\}")
@@ -98,8 +99,13 @@ class ModelJudge(Judge):
         questions = [self._question(completion) for completion in completions]
         names = [self._digest(question) for question in questions]
         new = {name: question for name, question in zip(names, questions, strict=True) if name not in self._known}
+        self._silent, self._over = 0, Event()
         with self._client() as client, ThreadPoolExecutor(self._settings.concurrency) as threads:
-            replies = [*threads.map(lambda question: self._score(client, question), new.values())]
+            try:
+                replies = [*threads.map(lambda question: self._score(client, question), new.values())]
+            except BaseException:
+                self._over.set()
+                raise
         found = {name: it for name, it in zip(new, replies, strict=True) if not isinstance(it, str)}
         reasons = Counter(it for it in replies if isinstance(it, str))
         self._counts.update(questions=len(new), kept=len(questions) - len(new), failed=reasons.total())
@@ -131,18 +137,24 @@ class ModelJudge(Judge):
         """Return the score, or the reason why there is none."""
         settings, messages = self._settings, [{"role": "user", "content": question}]
         body = {"model": settings.model, "messages": messages, "temperature": 0, "max_tokens": settings.max_tokens}
+        reason = "not put, since the server answers none"
         for retry in range(RETRIES + 1):
+            if self._over.is_set():
+                break
             try:
                 response = client.post(f"{self._url}/chat/completions", json=body).raise_for_status()
+                self._silent = 0
                 return _parsed(self._without_key(response.text))
             except ValueError as error:
                 return str(error)
             except (httpx.HTTPError, httpx.InvalidURL) as error:
-                reason = self._reason(error)
+                reason, self._silent = self._reason(error), self._silent + isinstance(error, httpx.TimeoutException)
+                if self._silent > SILENT * self._settings.concurrency:
+                    self._over.set()
                 if isinstance(error, httpx.HTTPStatusError) and error.response.status_code not in _AGAIN:
                     return reason
             if retry < RETRIES:
-                time.sleep(BACK_OFF * 2**retry)
+                self._over.wait(BACK_OFF * 2**retry)
         return reason
 
     def _reason(self, error: Exception) -> str:

@@ -24,7 +24,7 @@ PER_STEP |= {"replies": "reply", "finished": "finished"}
 
 class OwnReward(Judge):
     """The function as a judge. For one rollout it returns a finite number, or named ones (`{"correct": 1.0, "brief":
-    0.2}`); where it takes `replies`, it returns a list of those for all rollouts of a step."""
+    0.2}`); where it takes `replies`, it returns a list of those for all rollouts that are judged together."""
 
     def __init__(self, name: str, function: Callable[..., Any] | None = None) -> None:
         """Take the function of this name, if none is given."""

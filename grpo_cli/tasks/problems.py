@@ -255,7 +255,7 @@ class LazyPrompts(MadePrompts):
         """Build the prompt of the question, followed by the environment's opening text, as in TRL."""
         opening, messages = self._opens(of_json(problem.row), problem.place), problem.messages
         if opening and messages:
-            messages = (*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + opening})
+            messages = (*messages[:-1], {**messages[-1], "content": (messages[-1].get("content") or "") + opening})
         token_ids = self._prompting.encode(problem.question + opening, messages)
         if self._max_tokens is not None and len(token_ids) > self._max_tokens:
             raise self._too_long(problem, len(token_ids))

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
+from queue import SimpleQueue
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -85,15 +86,34 @@ class _Late(UserError):
 def _in_thread(call: Callable[[], Any]) -> Future[Any]:
     """Start a call in a thread of its own that ends with the program; return the future of its result."""
     done: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(call())
-        except BaseException as error:  # raised again in the thread that waits
-            done.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
+    threading.Thread(target=_finish, args=(call, done), daemon=True).start()
     return done
+
+
+def _finish(call: Callable[[], Any], done: Future[Any]) -> None:
+    try:
+        done.set_result(call())
+    except BaseException as error:  # raised again in the thread that waits
+        done.set_exception(error)
+
+
+class _Workers:
+    """At most `count` threads that make calls in their order. Unlike an executor's they end with the program."""
+
+    def __init__(self, count: int) -> None:
+        self._calls, self._missing = SimpleQueue[tuple[Callable[[], Any], Future[Any]]](), count
+
+    def start(self, call: Callable[[], Any]) -> Future[Any]:
+        done: Future[Any] = Future()
+        self._calls.put((call, done))
+        if self._missing:
+            self._missing -= 1
+            threading.Thread(target=self._work, daemon=True).start()
+        return done
+
+    def _work(self) -> None:
+        while True:
+            _finish(*self._calls.get())
 
 
 def _with_timeout(call: Callable[[], Any], seconds: float, who: str) -> Any:
@@ -328,7 +348,7 @@ class DialogueTask(TextTask, ABC):
         if environment is not None:
             self.turns, self._prompting = settings["turns"], replace(prompting, tools=environment.tools)
             self._prompting.check_turns(environment.role, settings["keep_reasoning"])
-            self._room, self._lock = threading.BoundedSemaphore(settings["respond_workers"]), threading.Lock()
+            self._responders, self._lock = _Workers(settings["respond_workers"]), threading.Lock()
             self._known_faults = set[str]()
 
     @abstractmethod
@@ -345,12 +365,12 @@ class DialogueTask(TextTask, ABC):
         who = f"{environment.name}, called after turn {len(turns)} of prompt {prompt.id},"
 
         def observed() -> Sequence[str] | None:
-            with self._room, own_code(who):
+            with own_code(who):
                 found = environment.observe(prompt, row, turn_texts, who)
                 self._note(found)
             return found.messages
 
-        return _in_thread(observed)
+        return self._responders.start(observed)
 
     def take_metrics(self) -> Mapping[str, float]:
         """Return the metrics of environments since the last call."""

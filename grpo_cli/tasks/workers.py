@@ -84,7 +84,7 @@ class Worker:
             reply = json.loads(self._pipe.recv_bytes()) if self._pipe.poll(seconds) else LATE
         except (EOFError, ConnectionError):
             reply = {"died": f"exit code {self._process.wait(timeout=10)}"}
-        if reply == LATE or "died" in reply:
+        if "limit" in reply or "died" in reply:  # one that is out of memory would stay so
             self.end()
         return reply
 

@@ -67,7 +67,7 @@ def doubts_of_prompts(
             "model.eos_tokens, or text of it in sampling.stop"
         )
     if reads_clock(tokenizer):
-        yield f"the chat template reads the clock: every prompt tells {TODAY:%d %b %Y}, so that runs can be repeated"
+        yield f"the chat template reads the clock: each prompt has the date {TODAY:%d %b %Y}, so that runs repeat"
 
 
 def smaller(settings: RunSettings) -> str:

@@ -43,7 +43,7 @@ class TrainedStep:
     sampled: Mapping[str, float]
 
 
-# Counters as metrics, by their names in `metrics.py`.
+# Counters as metrics, by their names in `metric_names.py`.
 _COUNTERS = {"optim/skipped_updates": "skipped_updates", "optim/empty_steps": "empty_steps"}
 _COUNTERS |= {"tokens/generated": "generated_tokens", "tokens/trained": "trained_tokens"}
 _COUNTERS |= {"rollouts/generated": "generated_rollouts", "rollouts/trained": "trained_rollouts"}
@@ -68,7 +68,7 @@ def _means(updates: Sequence[Update]) -> dict[str, float]:
 def step_metrics(
     progress: Progress, scored: Sequence[ScoredGroup], stats: EngineStats, trained: TrainedStep
 ) -> dict[str, float]:
-    """Add a step to the counters; returns its metrics, counters included, by their names in `metrics.py`."""
+    """Add a step to the counters; returns its metrics, counters included, by their names in `metric_names.py`."""
     progress.generated_tokens += stats.generated_tokens
     progress.trained_tokens += trained.tokens
     progress.generated_rollouts += sum(len(group.rollouts) for group in scored)

@@ -11,7 +11,7 @@ HIDDEN = "<hidden>"
 _SECRET_KEY = re.compile(
     r"(^|[-_])((api|access|private|secret)[-_]?key|secret|password|passwd|passphrase|credentials?|token)$", re.I
 )
-_SECRET_VALUE = re.compile(r"(hf_|sk-|ghp_|wandb_v1_)[A-Za-z0-9_-]{20,}|://[^/\s:@]+:[^/\s@]+@")
+_SECRET_VALUE = re.compile(r"(?<![A-Za-z0-9_])(hf_|sk-|ghp_|wandb_v1_)[A-Za-z0-9_-]{20,}|://[^/\s:@]+:[^/\s@]+@")
 
 
 def without_secrets(value: Any, key: str = "") -> Any:

@@ -41,5 +41,5 @@ class TensorBoardTracker:
     def close(self, summary: Mapping[str, Any]) -> None:
         if self._writer is not None:
             with must_be_writable(self._folder):
-                self._writer.add_text("summary", json_line(dict(summary)))
+                self._writer.add_text("summary", json_line(without_secrets(summary)))
                 self._writer.close()

@@ -133,8 +133,8 @@ class WandbTracker:
             if self._module == "trackio":
                 self._run.finish()
                 return
-            scalar = (str, int, float, bool, type(None))
-            self._run.summary.update({k: v if isinstance(v, scalar) else json_line(v) for k, v in summary.items()})
+            plain, scalar = without_secrets(summary), (str, int, float, bool, type(None))
+            self._run.summary.update({k: v if isinstance(v, scalar) else json_line(v) for k, v in plain.items()})
             self._run.finish(exit_code=1 if summary.get("status") == "failed" else 0)
 
     @contextmanager

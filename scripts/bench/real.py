@@ -40,7 +40,7 @@ from rollout import KV, PEAK, PROCESSOR, SPEED, Row, measure, weights_folder
 from step import PHASES, WAYS, measured
 
 from grpo_cli.engine.decoder import Padding
-from grpo_cli.engine.layers import Weights
+from grpo_cli.engine.products import Weights
 from grpo_cli.model.anatomy import backbone, head
 from grpo_cli.support.meter import Meter
 from grpo_cli.support.processor import flush_denormals

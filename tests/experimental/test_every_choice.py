@@ -10,6 +10,7 @@ import pytest
 from made import composed
 from test_architecture import FILES, own_imports
 
+from grpo_cli.cli.explain import explain
 from grpo_cli.config.choices import EXPERIMENTAL
 from grpo_cli.config.compose import settings_of
 from grpo_cli.config.prepare import prepare
@@ -53,6 +54,8 @@ def test_a_choice_takes_two_steps(choice, tmp_path):
     assert build(settings_of(*SMALL, *words)).fit()["step"] == 2
     rows = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
     assert all(math.isfinite(value) for row in rows for value in row.values())
+    for name in {*rows[-1]} - {"step"}:
+        explain(name)  # UserError for a metric without a sentence
 
 
 @pytest.mark.parametrize("choice", [one for one in CHOICES if one.startswith("search=")])

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from typed import content, done, grpo, refused
+from typed import content, done, grpo, json_lines, refused
 
 from grpo_cli import __version__
 from grpo_cli.cli import jobs
@@ -193,7 +193,7 @@ def test_a_run_is_trained_continued_and_evaluated_as_it_was_started(elsewhere):
     assert resumed.stderr.splitlines()[0] == f"resume=auto continues {run}"
     assert f"grpo export {short} " in resumed.stdout.splitlines()[-1]
     assert list((elsewhere / "outputs" / "train").iterdir()) == [run]
-    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    metrics = json_lines(run / "metrics.jsonl")
     assert [row["step"] for row in metrics] == [0, 1, 2]
     config = read_record(run).config
     assert (config["seed"], config["n"], config["train"]["prompts"]) == (7, 2, 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 from bank import InOrder, Scripted, collection_of
 from test_train import lasting, make_trainer, newest, settings_for
-from typed import done, refused
+from typed import done, json_lines, refused
 
 import grpo_cli.collect.collection as collection_module
 from grpo_cli.collect.collection import StepCollection
@@ -210,7 +209,7 @@ def test_a_collector_of_one_s_own_is_tried_run_resumed_and_profiled(elsewhere: P
     done("train", "train.steps=3", "resume=run")
     message = refused("train", "train.steps=4", "resume=run", "collector=dynamic")
     assert "holds what collector=mine has learnt, and this run's collector learns nothing" in message
-    rows = [json.loads(line) for line in (elsewhere / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = json_lines(elsewhere / "run" / "metrics.jsonl")
     assert [(row["step"], row["collect/shown"]) for row in rows[1:]] == [(1, 1), (2, 2), (3, 3)]
     assert any(row["collect/failed"] for row in rows[1:])
     for row in rows[1:]:

@@ -19,6 +19,7 @@ from grpo_cli.evaluate import evaluate
 from grpo_cli.interfaces import Task
 from grpo_cli.model.load import load_tokenizer
 from grpo_cli.settings import Sampling
+from grpo_cli.support.errors import UserError
 from grpo_cli.types import Finish, Prompt, Request, Reward, Rollout
 
 TOKENIZER = make_tokenizer()
@@ -68,6 +69,13 @@ def test_each_prompt_is_answered_greedily_once_and_sampled_k_times(tmp_path):
     assert len({r.seed for r in engine.asked}) == 6 and all(r.held_out for r in engine.asked)
     assert [row.reason for row in rows] == ["greedy"] * 2 + ["sampled"] * 4
     assert [row.reply[-3:] for row in rows] == ["1 0", "2 0", "1 0", "1 1", "2 0", "2 1"]
+
+
+def test_an_outage_of_the_judge_is_no_accuracy(tmp_path):
+    task, engine = task_for(tmp_path), Scripted(lambda one: "10")
+    task.rewards = lambda pairs: [Reward(0.0, judged=False) for _ in pairs]
+    with pytest.raises(UserError, match="the judge failed on 4 of 4 answers"):
+        evaluate(engine, task, list(task.prompts("eval")), Sampling.plain(5), k=1, seed=0)
 
 
 def test_metrics_are_those_of_hand_counted_answers(tmp_path):

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-from typed import content, done, refused
+from typed import content, done, json_lines, refused
 
 from grpo_cli.config.compose import composed, settings_from
 
@@ -56,7 +56,7 @@ def answers(checkpoint: Path, folder: Path) -> dict[str, str]:
     """The repository's own engine: what it answers 50 held-out problems, greedily."""
     asked = ("eval.problems=50", "eval.k=1", "sampling.max_new_tokens=48", "logger=jsonl")
     done("eval", f"checkpoint={checkpoint}", *asked, f"hydra.run.dir={folder}")
-    rows = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    rows = json_lines(folder / "samples.jsonl")
     return {row["prompt"]: row["reply"] for row in rows if row["reason"] == "greedy"}
 
 
@@ -91,7 +91,7 @@ def test_the_card_says_the_recipe_and_weights_have_the_precision_that_is_asked_f
     assert {key: config[key] for key in wanted} == wanted and config["eos_token_id"] == [1]
     card = huggingface_hub.ModelCard.load(tmp_path / "my model" / "README.md")
     assert card.data.license == "apache-2.0" and card.data.library_name == "transformers" and "grpo" in card.data.tags
-    first, *_, last = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    first, *_, last = json_lines(whole / "metrics.jsonl")
     for row, when in ((first, "before"), (last, "after")):
         low, accuracy, high = (row[f"eval/accuracy{end}"] for end in ("_low", "", "_high"))
         between = f"95% interval {low:.3f} to {high:.3f}, {8 * accuracy:.0f} of 8 problems"

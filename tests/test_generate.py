@@ -30,6 +30,7 @@ from talk import Talk
 from test_turns import played, said
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
+from typed import json_lines
 
 from grpo_cli.config.compose import settings_of
 from grpo_cli.config.prepare import build_and_check
@@ -204,6 +205,6 @@ def test_a_resumed_run_equals_one_left_alone(family: str, words: tuple[str, ...]
     )
     assert all(torch.equal(alone[key], again[key]) for key in alone) and alone.keys() == again.keys()
     assert not all(torch.equal(alone[key], first[key]) for key in alone), "it learns"
-    rows = [json.loads(line) for line in (tmp_path / "alone" / "metrics.jsonl").read_text().splitlines()]
+    rows = json_lines(tmp_path / "alone" / "metrics.jsonl")
     ratios = [value for row in rows for name, value in row.items() if name.endswith("/ratio_min")]
     assert ratios[0] == pytest.approx(1.0, abs=1e-4), "the sampler is the policy"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from processes import Forked
 from test_export import generated
-from typed import grpo
+from typed import grpo, json_lines
 
 
 @pytest.fixture
@@ -42,10 +42,10 @@ def test_its_own_run_is_trained_with_its_reward_its_rule_and_its_rows_and_export
     typed(folder, "train", "--config-dir=conf", "experiment=mine")
     run = folder / "outputs" / "train" / "mine"
     assert json.loads((run / "summary.json").read_text())["status"] == "completed"
-    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    rows = json_lines(folder / "rows.jsonl")
     assert len({row["question"] for row in rows}) == 60
     assert all(eval(row["question"]) == int(row["answer"]) for row in rows)
-    rollouts = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
+    rollouts = json_lines(run / "rollouts.jsonl")
     assert {row["prompt"] for row in rollouts} <= {f"{row['question']}=" for row in rows}
     config = json.loads((run / "run.json").read_text())["config"]
     assert [config[group]["_target_"] for group in ("downsample", "advantage")] == ["rules.outer", "rules.centred"]

@@ -12,11 +12,11 @@ import made
 import numpy as np
 import pytest
 import torch
-from bank import InOrder, Scripted, collection_of
+from bank import InOrder, Scripted, collection_of, problems
 from made import composed
 from small import VOCABULARY, scored, small_model
 from test_resume import records, rows, trained
-from typed import done, refused
+from typed import done, json_lines, refused
 
 from grpo_cli.collect.equal import equal
 from grpo_cli.config.choices import choices
@@ -34,10 +34,6 @@ from grpo_cli.types import ENVIRONMENT, Finish, Prompt, Request, Reward, Rollout
 
 def dynamic(*, surplus: float = 0.0, most_rounds: int = 10) -> Dynamic:
     return Dynamic(surplus=surplus, most_rounds=most_rounds)
-
-
-def problems(count: int) -> list[Prompt]:
-    return [Prompt(f"p{place}", (0,), "") for place in range(count)]
 
 
 class Table(Scripted):
@@ -63,7 +59,7 @@ class Table(Scripted):
 
 @pytest.mark.parametrize(("truncated", "solved"), [("train", [0, 1]), ("zero", [0, 0]), ("leave_out", [0, 1])])
 def test_a_reply_that_is_cut_off_earns_nothing_with_zero_whoever_judged_it(truncated, solved):
-    engine = Table({"p0": [(4, False), (10, True)]})  # of at most 10 tokens
+    engine = Table({"q0": [(4, False), (10, True)]})  # of at most 10 tokens
     words = {"n": 2, "prompts": 1, "sampling": Sampling.plain(10), "truncated": truncated}
     collection = collection_of(engine, InOrder(problems(1)), **words)
     (group,) = collection.run(equal)
@@ -77,7 +73,7 @@ def test_a_reply_that_is_cut_off_earns_nothing_with_zero_whoever_judged_it(trunc
 
 def test_a_step_without_a_mixed_group_trains_on_even_ones():
     collection = collection_of(Scripted(), InOrder(problems(4)), n=2, prompts=2)
-    assert [group.prompt.id for group in collection.run(dynamic(most_rounds=1))] == ["p0", "p1"]
+    assert [group.prompt.id for group in collection.run(dynamic(most_rounds=1))] == ["q0", "q1"]
 
 
 @pytest.mark.parametrize(
@@ -100,12 +96,12 @@ def test_groups_that_teach_and_their_shaped_rewards_worked_by_hand():
     Rewards of p1: right, 6 tokens: 1 + 0 = 1. Wrong, 8 tokens: 0 + (10 - 4 - 8) / 4 = -1/2. Of p2: right, cut off at
     10: 1 - 1 = 0. Wrong, 10: -1.
     """
-    table = {"p0": [(2, True)] * 2, "p1": [(6, True), (8, False)], "p2": [(10, True), (10, False)]}
+    table = {"q0": [(2, True)] * 2, "q1": [(6, True), (8, False)], "q2": [(10, True), (10, False)]}
     engine = Table(table)
     collection = collection_of(engine, InOrder(problems(3)), n=2, prompts=2, sampling=Sampling.plain(10))
     groups = collection.run(dynamic())
     assert [len(asked) for asked in engine.rounds] == [4, 2], "two problems, then the one that is lacking"
-    assert [(group.prompt.id, group.totals.tolist()) for group in groups] == [("p1", [1.0, -0.5]), ("p2", [0.0, -1.0])]
+    assert [(group.prompt.id, group.totals.tolist()) for group in groups] == [("q1", [1.0, -0.5]), ("q2", [0.0, -1.0])]
     assert collection.metrics()["collect/dropped_groups"] == 1 and collection.metrics()["collect/tokens_dropped"] == 4
 
 
@@ -127,23 +123,23 @@ def test_long_replies_are_punished_in_a_straight_line(tokens, longest, within, p
 
 
 def test_a_round_generates_what_is_lacking_and_a_surplus():
-    engine = Scripted(lambda request: request.sample == 0 and request.prompt.id not in ("p0", "p1", "p2"))
+    engine = Scripted(lambda request: request.sample == 0 and request.prompt.id not in ("q0", "q1", "q2"))
     collection = collection_of(engine, InOrder(problems(40)), n=2, prompts=4)
     groups = collection.run(dynamic(surplus=0.5))
     rounds = [[request.prompt.id for request in requests[::2]] for requests in engine.rounds]
-    assert rounds == [[f"p{i}" for i in range(6)], ["p6", "p7"]]
-    assert [group.prompt.id for group in groups] == ["p3", "p4", "p5", "p6"]
+    assert rounds == [[f"q{i}" for i in range(6)], ["q6", "q7"]]
+    assert [group.prompt.id for group in groups] == ["q3", "q4", "q5", "q6"]
 
 
 def test_no_round_is_begun_once_the_run_has_its_tokens():
     def run(tokens_left: float) -> tuple[int, list[str]]:
-        engine = Scripted(lambda request: request.prompt.id == "p0" and request.sample == 0)
+        engine = Scripted(lambda request: request.prompt.id == "q0" and request.sample == 0)
         groups = collection_of(engine, InOrder(problems(40)), n=2, prompts=2, tokens_left=tokens_left).run(dynamic())
         return len(engine.rounds), [group.prompt.id for group in groups]
 
-    assert run(math.inf) == (10, ["p0"])
-    assert run(8) == (3, ["p0"]), "4 tokens of the first round, 2 of each after it"
-    assert run(1) == (1, ["p0"])
+    assert run(math.inf) == (10, ["q0"])
+    assert run(8) == (3, ["q0"]), "4 tokens of the first round, 2 of each after it"
+    assert run(1) == (1, ["q0"])
 
 
 DYNAMIC = ("record.rollouts=-1", "optim.lr=1e-3", "eval.every=0", "collector=dynamic", "collector.most_rounds=5")
@@ -165,7 +161,7 @@ def test_an_episode_is_cut_off_where_a_limit_of_tokens_ends_it_and_not_its_last_
     """`task=guess` with one token a turn: a turn that is cut goes on to the next, and one that ends is an end."""
     words = ("task=guess", "train.truncated=leave_out", "record.rollouts=-1", "sampling.max_new_tokens=9")
     trained(tmp_path, *words, "train.steps=1")
-    found = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
+    found = json_lines(tmp_path / "rollouts.jsonl")
     assert {"length", "eos"} <= {row["finish"] for row in found}
     assert all((row["finish"] == "length") == (row["reason"] == CUT_OFF) for row in found if not row["kept"])
     assert not any(row["kept"] for row in found if row["finish"] == "length")
@@ -182,7 +178,7 @@ def scored_groups() -> list[ScoredGroup]:
             tuple(rng.integers(2, VOCABULARY, length).tolist())
             for length in (3 + 4 * len(groups), *rng.permutation(np.arange(2, 14, 2)))
         )
-        groups.append(scored(*rewards, name=f"p{len(groups)}", prompt=prompt, replies=replies))
+        groups.append(scored(*rewards, name=f"q{len(groups)}", prompt=prompt, replies=replies))
     return groups
 
 
@@ -253,7 +249,7 @@ def test_a_rule_of_one_s_own_decides_what_is_trained_on_and_stops_the_run_if_it_
     done("train", *words, "hydra.run.dir=run")
     (record,) = (json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()[1:])
     assert (record["rollouts/generated"], record["rollouts/trained"]) == (8, 4)
-    rows = [json.loads(line) for line in (tmp_path / "run/rollouts.jsonl").read_text().splitlines()]
+    rows = json_lines(tmp_path / "run/rollouts.jsonl")
     assert [row["sample"] for row in rows if row["kept"]] == [1, 3, 1, 3]
     said = refused("train", *SMALL, "downsample._target_=rules_of_a_pods_user.twice", "hydra.run.dir=wrong")
     assert "rules_of_a_pods_user.twice returned [3, 3] for prompt train-" in said

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from judging import Server, said, serving
+from typed import json_lines
 
 from grpo_cli.config.compose import settings_of
 from grpo_cli.experiment import build
@@ -172,10 +173,6 @@ def run_of(folder: Path, server: Server, *words: str) -> Any:
     return build(settings_of(*task.split(), *short.split(), *more.split(), *words))
 
 
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_a_run_goes_on_with_the_same_rewards(server: Server, tmp_path: Path) -> None:
     """The judge has changed its mind meanwhile, and what it said before still counts."""
     run_of(tmp_path / "alone", server).fit()
@@ -185,7 +182,7 @@ def test_a_run_goes_on_with_the_same_rewards(server: Server, tmp_path: Path) -> 
     server.answer = lambda question: '{"score": 0.0}'
     run_of(tmp_path / "cut", server, "train.steps=1").fit()
     run_of(tmp_path / "cut", server, f"resume={tmp_path / 'cut'}").fit()
-    alone, cut = rows_of(tmp_path / "alone"), rows_of(tmp_path / "cut")
+    alone, cut = json_lines(tmp_path / "alone" / "metrics.jsonl"), json_lines(tmp_path / "cut" / "metrics.jsonl")
     assert [row["reward/mean"] for row in cut[1:]] == [row["reward/mean"] for row in alone[1:]]
     assert [row["judge/questions"] for row in cut[1:]] == [0, 0]
     assert alone[1]["reward/mean"] > 0 and alone[1]["reward/score"] == pytest.approx(alone[1]["reward/mean"])
@@ -201,7 +198,7 @@ def test_a_group_without_a_judgement_is_left_out_and_a_step_without_any_stops(se
 
     server.answer = but_one
     run_of(tmp_path / "one", server, "task.judge.concurrency=1").fit()
-    rows = rows_of(tmp_path / "one")
+    rows = json_lines(tmp_path / "one" / "metrics.jsonl")
     assert [row.get("collect/unjudged_groups") for row in rows[1:]] == [1.0, None]
     assert rows[1]["judge/failed"] > 0 == rows[2]["judge/failed"]
     assert [row["rollouts/generated"] for row in rows[1:]] == [8, 20], "it is in no figure"
@@ -210,4 +207,4 @@ def test_a_group_without_a_judgement_is_left_out_and_a_step_without_any_stops(se
         run_of(tmp_path / "none", server).fit()
     server.answer = by_length
     run_of(tmp_path / "none", server, f"resume={tmp_path / 'none'}").fit()
-    assert len(rows_of(tmp_path / "none")) == 3
+    assert len(json_lines(tmp_path / "none" / "metrics.jsonl")) == 3

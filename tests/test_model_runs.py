@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,10 +11,9 @@ import made
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
-from test_resume import rows
+from test_resume import cut_off_and_resumed, rows
 from transformers import AutoModelForCausalLM
-from typed import done, refused
+from typed import done, json_lines, refused
 
 from grpo_cli import experiment
 from grpo_cli.config.compose import composed, settings_from, settings_of
@@ -43,13 +41,7 @@ def trainer(folder: Path, words: Sequence[str]) -> Any:
     ids=" ".join,
 )
 def test_a_resumed_run_equals_one_left_alone(words, tmp_path):
-    trainer(tmp_path / "alone", words).fit()
-    trainer(tmp_path / "cut", (*words, "train.steps=1")).fit()
-    trainer(tmp_path / "cut", (*words, f"resume={tmp_path / 'cut'}")).fit()
-    name = "adapter_model.safetensors" if "model.lora.rank=2" in words else "model.safetensors"
-    alone, again = (load_file(tmp_path / run / "checkpoints" / "step_000002" / name) for run in ("alone", "cut"))
-    assert alone.keys() == again.keys() and all(torch.equal(alone[key], again[key]) for key in alone)
-    assert rows(tmp_path / "alone") == rows(tmp_path / "cut")
+    cut_off_and_resumed(tmp_path, *COMMON, *SHORT, *words, step=2)
 
 
 def test_a_resumed_run_keeps_the_shape_of_its_adapters_and_may_change_their_dropout(tmp_path, monkeypatch):
@@ -129,7 +121,7 @@ ON_CPU = ("embedded, autocast", "rkv, prompts too", "adapters, checkpointing")  
 def test_rollouts_are_drawn_from_the_policy_and_every_metric_is_finite(device, case, tmp_path):
     precision, words = CASES[case]
     experiment.build(settings_of(*BASE, *words, f"device={device}", f"run_dir={tmp_path}")).fit()
-    rows = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
+    rows = json_lines(tmp_path / METRICS)
     assert all(math.isfinite(value) for row in rows for value in row.values())
     last = [row for row in rows if "mismatch/kl" in row][-1]  # a step without a gradient has none
     if "correction=sparse_rl" not in words:

@@ -17,7 +17,7 @@ from typed import done, grpo, refused
 
 from grpo_cli.runs.lock import sole_use
 from grpo_cli.support.errors import UserError
-from grpo_cli.sweep import resume
+from grpo_cli.sweep import resume, status
 from grpo_cli.sweep.gpus import chosen_gpus, places, visible_gpus
 
 SMALL = (
@@ -211,6 +211,11 @@ def test_gpus_memory_and_threads_are_dealt_evenly_and_a_gpu_that_is_not_there_is
     assert places(20, [], {})[0]["OMP_NUM_THREADS"] == "1"
     assert not {"CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"} & places(1, [], {})[0].keys()
     assert "OMP_NUM_THREADS" not in places(3, [], {"OMP_NUM_THREADS": "4"})[0]
+    assert places(3, [], {"OMP_NUM_THREADS": "0"})[0]["OMP_NUM_THREADS"] == "2", "which libraries ignore"
+
+
+def test_a_job_whose_folder_was_removed_has_failed(tmp_path):
+    assert status.failure(1, tmp_path / "gone") == "exit code 1, and nothing in the log"
 
 
 def test_another_launcher_runs_jobs_as_runs(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from tiny_hf import make_folder
-from typed import done
+from typed import done, json_lines
 
 LEAN = "device=cpu", "eval.k=1"
 SMALL = ["n=2", "m=2", "train.steps=1", "train.prompts=2", "eval.problems=2", "logger=jsonl"]
@@ -15,10 +15,6 @@ FUNCTION = """
 def score(reply, answer, row):
     return {"correct": float(answer in reply), "words": 0.1 * reply.count(" "), "level": row["level"]}
 """
-
-
-def records(path: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_ones_own_file_function_and_stop_strings_train_a_model_that_is_evaluated(elsewhere: Path) -> None:
@@ -30,12 +26,13 @@ def test_ones_own_file_function_and_stop_strings_train_a_model_that_is_evaluated
     letters = "[" + ",".join("abcdefghijklmnopqrstuvwxyz") + "]"
     reward = ("task.reward=rewards_of_a_run:score", "task.few_shot=1", f"sampling.stop={letters}")
     done("train", *own, *SMALL, *reward, "hydra.run.dir=run", *LEAN)
-    assert {"reward/correct", "reward/words", "reward/level"} <= records(elsewhere / "run" / "metrics.jsonl")[-1].keys()
-    ended = [str(row["reply"]) for row in records(elsewhere / "run" / "rollouts.jsonl") if row["finish"] == "stop"]
+    last = json_lines(elsewhere / "run" / "metrics.jsonl")[-1]
+    assert {"reward/correct", "reward/words", "reward/level"} <= last.keys()
+    ended = [str(row["reply"]) for row in json_lines(elsewhere / "run" / "rollouts.jsonl") if row["finish"] == "stop"]
     assert ended and all(any(c in reply for c in letters if c.isalpha()) for reply in ended)
     shutil.copy("mine.jsonl", "copy.jsonl")  # stop strings and function come along, and what was held out
     done("eval", "checkpoint=run", "task.path=copy.jsonl", "eval.problems=-1", "hydra.run.dir=eval1", *LEAN)
-    assert len(records(elsewhere / "eval1" / "samples.jsonl")) == 2
+    assert len(json_lines(elsewhere / "eval1" / "samples.jsonl")) == 2
     for words, count in (((), 8), (("task.eval_fraction=0.25",), 2), (("eval.split=train",), 7)):  # else all of a file
         done("eval", *own, "eval.problems=-1", *words, f"hydra.run.dir=eval{count}", *LEAN)
         assert json.loads((elsewhere / f"eval{count}" / "summary.json").read_text())["problems"] == count

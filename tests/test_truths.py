@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from small import kept_by, scored, small_model
-from typed import done
+from typed import done, json_lines
 
 from grpo_cli import metrics, select
 from grpo_cli.collect.requests import group_rollouts
@@ -98,6 +97,6 @@ def test_the_embedded_task_is_learned(elsewhere):
     """The default run's first 20 of 80 steps, half as many prompts: greedy accuracy from 50 % to over 80 %."""
     words = ["logger=jsonl", "train.steps=20", "train.prompts=8", "eval.every=20", "eval.problems=100", "eval.k=1"]
     done("train", *words, "hydra.run.dir=run")
-    rows = [json.loads(line) for line in (elsewhere / "run/metrics.jsonl").read_text().splitlines()]
+    rows = json_lines(elsewhere / "run/metrics.jsonl")
     assert rows[0]["eval/accuracy"] <= 0.6
     assert rows[-1]["eval/accuracy"] >= 0.8

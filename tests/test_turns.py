@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -14,6 +13,7 @@ from small import EOS, FakeEngine, make_engine, one_and_the_rest, small_model, s
 from talk import Talk
 from test_kv_budget import Ledger
 from test_resume import cut_off_and_resumed, rows
+from typed import json_lines
 
 from grpo_cli.collect import episodes
 from grpo_cli.collect.episodes import play
@@ -201,7 +201,7 @@ def test_a_run_that_is_cut_off_in_the_middle_of_episodes_goes_on_as_one_left_alo
     found = rows(tmp_path / "alone")
     assert any(row.get("collect/carried_tokens", 0) for row in found), "episodes were carried over"
     assert all(row["turns/mean"] > 1 and row["tokens/environment"] > 0 for row in found[1:]), "but for step 0"
-    recorded = [json.loads(line) for line in (tmp_path / "alone" / "rollouts.jsonl").read_text().splitlines()]
+    recorded = json_lines(tmp_path / "alone" / "rollouts.jsonl")
     for row in recorded:
         lengths = [end - start for start, end in row.get("environment", [])]
         assert sum(lengths) + sum(value is not None for value in row["logprobs"]) == row["length"]

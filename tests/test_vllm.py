@@ -18,7 +18,7 @@ import torch
 from made import infinite, micro
 from small import contents, engine_of, finished_in_rounds, make_engine, policy_logprobs
 from transformers import PreTrainedModel
-from typed import refused
+from typed import json_lines, refused
 
 from grpo_cli.collect.episodes import play
 from grpo_cli.collect.requests import requests_for
@@ -177,7 +177,7 @@ def test_the_policy_learns_and_a_failure_leaves_the_last_checkpoint(tmp_path: Pa
     words = "train engine=vllm sampler=infinite sampler.slots=64 train.steps=20 train.checkpoint_every=8 "
     words += f"eval.every=8 eval.problems=100 eval.k=1 logger=jsonl hydra.run.dir={tmp_path}"
     assert "vLLM failed after 5 steps with 64 rollouts under way: ZeroDivisionError" in refused(*words.split())
-    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    records = json_lines(tmp_path / "metrics.jsonl")
     accuracy = {r["step"]: r["eval/accuracy"] for r in records if "eval/accuracy" in r}
     assert accuracy[0] < 0.6 and accuracy[8] > accuracy[0] + 0.15
     assert all(abs(r["mismatch/ratio_mean"] - 1) < 1e-3 for r in records if r["step"])

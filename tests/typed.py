@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 from typer.testing import CliRunner, Result
 
@@ -32,3 +34,8 @@ def refused(*words: object) -> str:
 def content(folder: Path) -> dict[str, bytes]:
     """Return the bytes of every file in a folder."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def json_lines(path: Path) -> list[Any]:
+    """Return the objects of a file's lines."""
+    return [json.loads(line) for line in path.read_text().splitlines()]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 
 import pytest
 from made import composed
 from test_architecture import FILES, own_imports
+from typed import json_lines
 
 from grpo_cli.cli.explain import explain
 from grpo_cli.config.choices import EXPERIMENTAL
@@ -52,7 +52,7 @@ def test_a_choice_takes_two_steps(choice, tmp_path):
         build(settings_of(*SMALL, *words)).fit()
     words = f"{choice} {recorded} {WITH.get(choice, '')} device=cpu logger=jsonl run_dir={tmp_path}".split()
     assert build(settings_of(*SMALL, *words)).fit()["step"] == 2
-    rows = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
+    rows = json_lines(tmp_path / METRICS)
     assert all(math.isfinite(value) for row in rows for value in row.values())
     for name in {*rows[-1]} - {"step"}:
         explain(name)  # UserError for a metric without a sentence

@@ -54,6 +54,7 @@ class Trainer:
         self._files = [tracker for tracker in parts.trackers if isinstance(tracker, Stateful)]
         self._stop = Stop(parts.say)
         self._resumed = checkpoint is not None
+        self._owed: dict[str, float] | None = None  # metrics of a step whose evaluation a signal left out
         if checkpoint is not None:
             self._restore(checkpoint)
 
@@ -71,7 +72,7 @@ class Trainer:
             try:
                 with ends_children():  # a child forked by an evaluation must not write the summary
                     self._loop()
-                status = "completed" if self._is_done() else "interrupted"
+                status = "completed" if self._is_done() and self._owed is None else "interrupted"
             except KeyboardInterrupt:
                 status = "interrupted"
                 raise
@@ -107,6 +108,8 @@ class Trainer:
             if self._stop.stopped_by:
                 return self._parts.say("stopped before the first step: there is nothing to save")
             self._log(Record(0, self._evaluate()))
+        elif self._owed is not None:
+            self._send(self._evaluated(Record(progress.step, self._owed)))
         state = self._state()
         if not self._resumed:
             self._save(state)
@@ -122,11 +125,15 @@ class Trainer:
             progress.step = record.step
             progress.updates = self._learner.updates
             last = self._is_done()
-            if settings.eval.every and (last or progress.step % settings.eval.every == 0):
-                record = replace(record, metrics={**record.metrics, **self._evaluate()})
-            # The record before the checkpoint: resuming deletes later rows, and could not write one that is missing.
-            self._log(record)
             state = self._state()
+            if is_due := settings.eval.every and (last or progress.step % settings.eval.every == 0):
+                record = self._evaluated(record)
+            # The record before the checkpoint: resuming deletes later rows, and could not write one that is missing.
+            sent = self._log(record)
+            if self._owed is not None:  # an evaluation that is left may have changed what an engine has learnt
+                self._owed, state = sent, {**state, "owed": sent}
+            elif is_due:
+                state = self._state()
             if last or self._stop.stopped_by or progress.step % settings.train.checkpoint_every == 0:
                 self._save(state)
         self._saver.join()
@@ -139,6 +146,16 @@ class Trainer:
         train, progress = self._settings.train, self._progress
         spent = ((progress.generated_tokens, train.max_generated), (progress.train_seconds, train.max_seconds))
         return progress.step >= train.steps or any(most is not None and used >= most for used, most in spent)
+
+    def _evaluated(self, record: Record) -> Record:
+        """Return the record with an evaluation; as it is, with the evaluation owed, if a signal came."""
+        self._owed = dict(record.metrics)
+        with suppress(Stopped):
+            if not self._stop.stopped_by:
+                self._stop.may_leave = True
+                record = replace(record, metrics={**record.metrics, **self._evaluate()})
+                self._stop.may_leave, self._owed = False, None
+        return record
 
     def _evaluate(self) -> dict[str, float]:
         """Return the metrics of an evaluation; its time counts in `time/eval`, not in the training clock."""
@@ -157,14 +174,19 @@ class Trainer:
         self._progress.final_accuracy, self._progress.final_accuracy_step = accuracy, self._progress.step
         return dict(result.metrics)
 
-    def _log(self, record: Record) -> None:
-        """Write a step's record, with the time that it took. It replaces what an earlier attempt left of this step."""
+    def _log(self, record: Record) -> dict[str, float]:
+        """Write a step's record, and return its metrics. It replaces what an earlier attempt left of this step."""
         remove_from(self._run_dir / layout.CHECKPOINTS, record.step)  # before the records that they refer to
+        return self._send(record)
+
+    def _send(self, record: Record) -> dict[str, float]:
+        """Add the time that a record took, and pass it to all trackers; return its metrics."""
         record = replace(record, metrics={**record.metrics, **self._parts.meter.take()})
         for tracker in self._parts.trackers:
             tracker.log(record)
         for warning in self._health.check(record.metrics):
             self._parts.warn(warning)
+        return dict(record.metrics)
 
     def _before_change(self) -> None:
         self._stop.may_leave = False
@@ -210,6 +232,7 @@ class Trainer:
                 state[n] for n in ("engine", "rules", "records", "rng", "schedule")
             )
             self._learner.load_state_dict(state["optimizer"])
+        self._owed = state.get("owed")
         self._learner.updates = self._progress.updates
         self._parts.runtime.engine.load_state_dict(engine)
         rule_state.restore(self._parts, rules, self._task_digest)

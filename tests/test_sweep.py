@@ -17,8 +17,9 @@ from typed import done, grpo, refused
 
 from grpo_cli.runs.lock import sole_use
 from grpo_cli.support.errors import UserError
-from grpo_cli.sweep import resume, status
+from grpo_cli.sweep import resume
 from grpo_cli.sweep.gpus import chosen_gpus, places, visible_gpus
+from grpo_cli.sweep.status import failure
 
 SMALL = (
     "train.prompts=1 n=2 m=2,4 sampling.max_new_tokens=4 eval.every=0 train.steps=6 train.checkpoint_every=1".split()
@@ -72,6 +73,7 @@ def test_a_sweep_survives_a_killed_job_and_is_finished_by_resuming_it(tmp_path):
     assert "grpo train -m resume=sweep hydra.sweep.dir=sweep" in output
     found = [json.loads((folder / "status.json").read_text()) for folder in folders]
     assert [status["state"] for status in found] == ["failed", "skipped"]
+    assert failure(1, tmp_path / "gone") == "exit code 1, and nothing in the log"
     assert found[0]["reason"].startswith("killed by signal 9") and steps(folders[0]) == [0, 1, 2]
     listed = json.loads((tmp_path / "sweep" / "sweep.json").read_text())["jobs"]
     jobs = [(job["number"], job["folder"], job["overrides"][1:3]) for job in listed]
@@ -212,10 +214,6 @@ def test_gpus_memory_and_threads_are_dealt_evenly_and_a_gpu_that_is_not_there_is
     assert not {"CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"} & places(1, [], {})[0].keys()
     assert "OMP_NUM_THREADS" not in places(3, [], {"OMP_NUM_THREADS": "4"})[0]
     assert places(3, [], {"OMP_NUM_THREADS": "0"})[0]["OMP_NUM_THREADS"] == "2", "which libraries ignore"
-
-
-def test_a_job_whose_folder_was_removed_has_failed(tmp_path):
-    assert status.failure(1, tmp_path / "gone") == "exit code 1, and nothing in the log"
 
 
 def test_another_launcher_runs_jobs_as_runs(tmp_path, monkeypatch):

@@ -259,7 +259,7 @@ def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(tmp_path, name):
 
 
 def test_what_a_signal_cut_short_continues_as_if_there_had_been_none(tmp_path):
-    """No evaluation is added at its end, nor repeated when resumed from step 0; a step that is left is made again."""
+    """No evaluation is added at its end, nor repeated when resumed from step 0; what is left is made again."""
     alone, cut = Recorder(), Recorder()
     learning = lambda model: make_engine(model, predictor=mean_length())  # noqa: E731  # of evaluations, too
     make_trainer(settings_for(tmp_path / "alone"), engine=learning, trackers=(alone,)).fit()
@@ -268,8 +268,11 @@ def test_what_a_signal_cut_short_continues_as_if_there_had_been_none(tmp_path):
     task, checkpoint = After(12 + 2, lambda: press("SIGINT")), newest(tmp_path / "cut")
     assert make_trainer(settings, task=task, checkpoint=checkpoint, **parts).fit()["step"] == 1
     assert newest(tmp_path / "cut").name == "step_000001" and task.left == 0
+    task, checkpoint = After(12 + 5, lambda: press("SIGINT")), newest(tmp_path / "cut")  # in the evaluation of step 2
+    assert make_trainer(settings, task=task, checkpoint=checkpoint, **parts).fit()["step"] == 2 and task.left == 0
     make_trainer(settings, checkpoint=newest(tmp_path / "cut"), **parts).fit()
-    assert [timeless(record) for record in cut.records] == [timeless(record) for record in alone.records]
+    last = ({it.step: lasting(it.metrics) for it in one.records} for one in (cut, alone))
+    assert next(last) == next(last) and [it.step for it in cut.records] == [0, 1, 2, 2, 3, 4]
     states = [load_state(newest(tmp_path / name)) for name in ("alone", "cut")]
     assert states[0]["engine"] == states[1]["engine"] != {}
     assert same(weights(newest(tmp_path / "alone")), weights(newest(tmp_path / "cut")))

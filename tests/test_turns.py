@@ -159,13 +159,13 @@ def test_an_episode_has_no_more_turns_than_the_task_and_its_last_is_not_answered
     assert sorted(set(answered)) == list(range(1, turns))
 
 
-def two_turns(logprob: float, version: int = 0) -> ScoredGroup:
+def two_turns(logprob: float) -> ScoredGroup:
     """Behind a prompt of 2 tokens: 3 drawn, 2 of the environment's, 1 drawn; and a rollout of one turn, 2 tokens."""
     prompt = Prompt("p", (5, 6), "")
-    spans = (Span(version, 3), Span(ENVIRONMENT, 2), Span(version, 1))
+    spans = (Span(0, 3), Span(ENVIRONMENT, 2), Span(0, 1))
     request = Request(prompt, 0, 0, Sampling.plain(9))
     one = Rollout(request, (7, 8, EOS, 9, 10, EOS), (-1.0,) * 3 + (logprob,) * 2 + (-1.0,), Finish.EOS, spans)
-    other = Rollout(replace(request, sample=1), (7, EOS), (-1.0,) * 2, Finish.EOS, (Span(version, 2),))
+    other = Rollout(replace(request, sample=1), (7, EOS), (-1.0,) * 2, Finish.EOS, (Span(0, 2),))
     return ScoredGroup(prompt, (one, other), (Reward(1.0), Reward(0.0)))
 
 
@@ -174,8 +174,6 @@ def test_what_the_environment_says_is_read_and_is_no_response():
     assert batch.token_ids.tolist() == [7, 8, EOS, 9, 10, EOS, 7, EOS]
     assert batch.response_mask.int().tolist() == [1, 1, 1, 0, 0, 1, 1, 1]
     assert batch.token_ages is None and batch.lengths.tolist() == [6, 2]
-    older = collate([two_turns(float("nan"), version=3)], version=5).token_ages
-    assert older is not None and older[:6].tolist() == [2, 2, 2, 0, 0, 2]
 
 
 def test_no_number_at_a_place_of_the_environment_moves_the_loss_or_the_gradient(model):

@@ -13,11 +13,10 @@ import made
 import numpy as np
 import pytest
 import torch
-from bank import InOrder, Scripted, collection_of
+from bank import InOrder, Scripted, collection_of, problems
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small import advantages_of, make_engine, scored, small_model, some_requests
-from test_methods import problems
 from test_partial import held_of
 from test_resume import cut_off_and_resumed, rows
 
@@ -83,16 +82,16 @@ def test_only_tokens_of_the_newest_weights_and_given_ones_are_trained_on():
 def test_stored_groups_take_the_place_of_new_ones_and_cost_nothing():
     """Half of four problems are new. Of p0 to p3, p3 is solved by none and not stored; then p4 and p5 beside two of
     p0, p1 and p2."""
-    engine, order = Scripted(lambda r: r.sample == 0 and r.prompt.id != "p3"), OnceInOrder(problems(20))
+    engine, order = Scripted(lambda r: r.sample == 0 and r.prompt.id != "q3"), OnceInOrder(problems(20))
     rule = make("collector", made.part("collector", "fifo", capacity=4))
     collection_of(engine, order, n=2, prompts=4).run(rule)
     collection = collection_of(engine, order, n=2, prompts=4, step=1, version=1)
     groups = collection.run(rule)
     names = [group.prompt.id for group in groups]
-    assert names[:2] == ["p4", "p5"] and len(set(names)) == 4 and set(names[2:]) < {"p0", "p1", "p2"}
+    assert names[:2] == ["q4", "q5"] and len(set(names)) == 4 and set(names[2:]) < {"q0", "q1", "q2"}
     assert [len(requests) for requests in engine.rounds] == [8, 4] and len(engine.judged) == 12
-    assert [group.prompt.id for group in collection.finished_groups] == ["p4", "p5"]
-    assert [one["prompt"][0] for one in rule.state_dict()["stored"]] == ["p1", "p2", "p4", "p5"], "the newest four"
+    assert [group.prompt.id for group in collection.finished_groups] == ["q4", "q5"]
+    assert [one["prompt"][0] for one in rule.state_dict()["stored"]] == ["q1", "q2", "q4", "q5"], "the newest four"
 
 
 class OnceInOrder(InOrder):
@@ -114,7 +113,7 @@ class Known(Scripted):
 
 
 def test_groups_of_another_run_are_trained_on_with_its_log_probabilities(tmp_path):
-    base = {"step": 1, "prompt_id": "p0", "prompt": "0", "reply": "5 9", "finish": "eos", "parts": {}}
+    base = {"step": 1, "prompt_id": "q0", "prompt": "0", "reply": "5 9", "finish": "eos", "parts": {}}
     base |= {"token_ids": [5, 9], "logprobs": [None, -0.5]}
     rows = [json.dumps({**base, "sample": place, "reward": float(place)}) for place in (0, 1)]
     (tmp_path / "rollouts.jsonl").write_text("\n".join(rows) + "\n")
@@ -123,10 +122,10 @@ def test_groups_of_another_run_are_trained_on_with_its_log_probabilities(tmp_pat
     engine = Scripted()
     collection = collection_of(engine, InOrder(problems(9)[1:]), n=2, prompts=2, sampling=Sampling.plain(8))
     new, read = collection.run(rule)
-    assert (new.prompt.id, read.prompt.id, read.totals.tolist()) == ("p1", "p0", [0.0, 1.0])
+    assert (new.prompt.id, read.prompt.id, read.totals.tolist()) == ("q1", "q0", [0.0, 1.0])
     assert read.rollouts[1].token_ids == (5, 9) and read.rollouts[1].spans == (Span(GIVEN, 1), Span(0, 1))
     assert math.isnan(read.rollouts[0].sampler_logprobs[0]) and read.rollouts[0].sampler_logprobs[1] == -0.5
-    assert [group.prompt.id for group in collection.finished_groups] == ["p1"]
+    assert [group.prompt.id for group in collection.finished_groups] == ["q1"]
 
 
 class Solving(Known):
@@ -147,7 +146,7 @@ def test_the_harder_a_problem_is_the_more_of_its_solution_is_given():
     """Of two plain replies each, one to p0 is right and none to p1: 0.4 and 0.8 of 10 tokens for the other two."""
     rule = make("collector", made.part("collector", "hint", noise=0.0))
     rule.setup(replace(BENCH, task=Solving()))
-    engine = Going(lambda r: r.prompt.id == "p0" and r.sample == 0)
+    engine = Going(lambda r: r.prompt.id == "q0" and r.sample == 0)
     groups = collection_of(engine, InOrder(problems(2)), n=4, prompts=2, sampling=Sampling.plain(30)).run(rule)
     assert [[num_given(one) for one in group.rollouts] for group in groups] == [[0, 0, 4, 4], [0, 0, 8, 8]]
     assert groups[0].rollouts[2].token_ids == (1, 2, 3, 4, 7, 7, 9)
@@ -188,7 +187,7 @@ class ByLength(Scripted):
 def test_long_problems_are_set_aside_and_come_together_worked_by_hand():
     """Two problems a step and one more under way; the lengths of one rollout each. In step 0 p0 and p2 end after 4
     tokens, of which p1 has as many; so step 1 with p3, p4 and p5; then two are aside, and step 2 is theirs."""
-    lengths = {"p0": 2, "p1": 9, "p2": 4, "p3": 3, "p4": 3, "p5": 8, "p6": 1, "p7": 2, "p8": 5}
+    lengths = {"q0": 2, "q1": 9, "q2": 4, "q3": 3, "q4": 3, "q5": 8, "q6": 1, "q7": 2, "q8": 5}
     engine, rule, curriculum = ByLength(lambda r: lengths[r.prompt.id]), Tail(surplus=0.5), OnceInOrder(problems(9))
     told = []
     for step in range(4):
@@ -198,22 +197,22 @@ def test_long_problems_are_set_aside_and_come_together_worked_by_hand():
         told.append(([g.prompt.id for g in groups], aside, collection.metrics()["collect/tokens_dropped"]))
         assert collection.metrics()["collect/long_step"] == (step == 2)
     assert told == [
-        (["p0", "p2"], ["p1"], 4.0),
-        (["p3", "p4"], ["p1", "p5"], 3.0),
-        (["p1", "p5"], [], 0.0),
-        (["p6", "p7"], ["p8"], 2.0),
+        (["q0", "q2"], ["q1"], 4.0),
+        (["q3", "q4"], ["q1", "q5"], 3.0),
+        (["q1", "q5"], [], 0.0),
+        (["q6", "q7"], ["q8"], 2.0),
     ]
 
 
 def test_a_load_is_trained_on_from_its_shortest_to_its_longest_before_the_next_begins():
     """Three steps of two problems: p0 and p3, p4 and p1, p2 and p5. Then the next load."""
-    lengths = {"p0": 1, "p1": 7, "p2": 9, "p3": 2, "p4": 5, "p5": 12} | {f"p{place}": place for place in range(6, 12)}
+    lengths = {"q0": 1, "q1": 7, "q2": 9, "q3": 2, "q4": 5, "q5": 12} | {f"q{place}": place for place in range(6, 12)}
     engine, rule, curriculum = Continued(lengths), Sorted(loads=3), OnceInOrder(problems(12))
     trained = []
     for step in range(4):
         groups = collection_of(engine, curriculum, n=1, prompts=2, step=step, version=step).run(rule)
         trained.append({group.prompt.id for group in groups})
-    assert trained == [{"p0", "p3"}, {"p4", "p1"}, {"p2", "p5"}, {"p6", "p7"}]
+    assert trained == [{"q0", "q3"}, {"q4", "q1"}, {"q2", "q5"}, {"q6", "q7"}]
     assert [len(group.rollouts[0]) for group in held_of(rule)] == [7] * 4, "as far as the longest that ended"
 
 

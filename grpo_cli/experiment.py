@@ -61,7 +61,7 @@ def build(run: RunSettings | Prepared[RunSettings]) -> Trainer:
     checkpoint = checkpoint_to_resume(settings, console.warn)
     weights = at_checkpoint(settings.model, checkpoint) if checkpoint else settings.model
     runtime = set_up(prepared, weights, console.warn)
-    if uses_torch_engine(prepared.parts):  # compiles C and tries the model's bits before the clock of training starts
+    if uses_torch_engine(prepared.factories):  # compiles C and tries the bits before training is timed
         with torch.autocast(runtime.device.type, torch.bfloat16, enabled=settings.model.autocast == "bfloat16"):
             list(runtime.engine.generate([]))
     for line in introduction(replace(settings, model=weights), runtime):
@@ -83,7 +83,7 @@ def set_up(
 ) -> Runtime:
     """Load the model and build its task and engine; `engine` replaces what its builder is offered."""
     settings, device = run.settings, run.device
-    if device.type == "cuda" and uses_torch_engine(run.parts):
+    if device.type == "cuda" and uses_torch_engine(run.factories):
         expand_segments()
     tokenizer = load_tokenizer(weights)
     model = _load(run, weights)
@@ -93,7 +93,7 @@ def set_up(
     room = context_of(model.config) - settings.sampling.max_new_tokens
     offered = {"tokenizer": tokenizer, "seed": settings.seed, "max_prompt_tokens": room, "warn": warn}
     offered |= {"chat_template_kwargs": weights.chat_template_kwargs, "run_dir": Path(settings.run_dir)}
-    task = run.parts["task"].make(offered)
+    task = run.factories["task"].make(offered)
     for doubt in doubts_of_prompts(task, tokenizer, eos, settings):
         warn(doubt)
     decode = partial(tokenizer.decode, skip_special_tokens=False)
@@ -103,7 +103,7 @@ def set_up(
         per_step = max_rollouts_at_once(run.rules.collector, settings.n, settings.train.prompts)
     of_worker = partial(worker_engine, settings, eos, pad, decode, rollouts_per_step=per_step)
     more = {"warn": warn, "decode": decode, "build": of_worker, "rollouts_per_step": per_step, **engine}
-    return Runtime(device, model, tokenizer, task, make_engine(settings, run.parts, model, eos, pad, **more), eos)
+    return Runtime(device, model, tokenizer, task, make_engine(settings, run.factories, model, eos, pad, **more), eos)
 
 
 def _load(run: Prepared[Any], weights: ModelSettings) -> Any:
@@ -111,7 +111,7 @@ def _load(run: Prepared[Any], weights: ModelSettings) -> Any:
     random.seed(run.settings.seed)
     np.random.seed(run.settings.seed % 2**32)
     torch.manual_seed(run.settings.seed)
-    return load_model(weights, run.device, bool(run.parts.fact("engine", "any_family")))
+    return load_model(weights, run.device, bool(run.factories.fact("engine", "any_family")))
 
 
 def make_engine(
@@ -157,7 +157,7 @@ def parts_of(
     settings, rules, train = run.settings, run.rules, run.settings.train
     offered = {"prompts": runtime.task.prompts("train"), "per_step": train.prompts, "steps": train.steps}
     offered |= {"n": settings.n, "seed": settings.seed, "history": runtime.history}
-    curriculum = run.parts["curriculum"].make(offered)
+    curriculum = run.factories["curriculum"].make(offered)
     reference: Any = None
     warmup: Warmup | None = None
     if rules.loss.needs_reference:  # of the start's weights, never a checkpoint's
@@ -184,7 +184,7 @@ def _logger(run: Prepared[Any], job_type: str, say: Callable[[str], None], warn:
         "say": say,
         "warn": warn,
     }
-    tracker: Tracker = run.parts["logger"].make(offered)
+    tracker: Tracker = run.factories["logger"].make(offered)
     return tracker
 
 

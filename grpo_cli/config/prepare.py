@@ -34,7 +34,7 @@ class Prepared(Generic[Settings]):
     """A command before its model is loaded. Only a training has `rules`, only an evaluation a `search`."""
 
     settings: Settings
-    parts: Factories
+    factories: Factories
     rules: Rules | Any
     search: Search | Any
     device: torch.device
@@ -42,11 +42,11 @@ class Prepared(Generic[Settings]):
 
 def prepare(settings: Settings, fast: bool | None = None) -> Prepared[Settings]:
     """Build and check what needs no model. UserError lists everything that is refused. `fast` as in `config.auto`."""
-    parts, rules, search = build_and_check(settings)
+    factories, rules, search = build_and_check(settings)
     device = pick_device(settings.device)
     if isinstance(settings, RunSettings):
         keep_freed(settings.fit_bytes)
-    return Prepared(decided(settings, fast), parts, rules, search, device)
+    return Prepared(decided(settings, fast), factories, rules, search, device)
 
 
 def build_and_check(settings: RunSettings | EvalRunSettings) -> tuple[Factories, Any, Any]:

@@ -36,7 +36,7 @@ def breakdown(planner: Planner, values: Values = AS_IT_IS, phase: str = "") -> l
     """Return a line for each kind that a phase, else the fullest, is expected to hold, and what would lower it."""
     settings, plan, less = with_values(planner.run.settings, values), planner.plan(values), _LESS
     phase = phase if phase in plan.phases else plan.fullest
-    useless = {"model.lora.rank": settings.model.adapted, "sparsity": planner.run.parts.fact("sparsity", "evicts")}
+    useless = {"model.lora.rank": settings.model.adapted, "sparsity": planner.run.factories.fact("sparsity", "evicts")}
     useless |= dict.fromkeys(_OF_GPUS if planner.device.type == "cpu" else [PARK] * (phase in UPDATE), True)
     if phase in ("prefill", "decode", "eval"):
         slots = "fewer sampler.slots" if "slots" in settings.parts["sampler"] else "sampler=infinite sampler.slots=16"

@@ -58,14 +58,14 @@ class Planner:
         def shapes(recompute: str, offload: bool) -> ShapeModel:
             return ShapeModel(replace(model, gradient_checkpointing=recompute, offload_activations=offload), device)
 
-        built = run.parts.engine_parts(settings.seed)
+        built = run.factories.engine_parts(settings.seed)
         m = min(settings.m, settings.n)
         old_logprobs_first = is_needed_first(correction, train, model.lora.dropout > 0)
         corrects_all = correction.rejects and pass_before(correction.prox, True)
         step = StepShape(
             rollouts=rollouts,
             m=m,
-            sampler=built["sampler"] if uses_torch_engine(run.parts) else None,
+            sampler=built["sampler"] if uses_torch_engine(run.factories) else None,
             sparsity=built["sparsity"],
             evaluation=evaluation,
             tokens=UNLIMITED_TOKENS if train.micro_batch_tokens == AUTO else train.micro_batch_tokens,
@@ -145,7 +145,7 @@ def not_planned(run: Prepared[Any]) -> tuple[str, ...]:
     """Return what of a run's memory cannot be computed from shapes."""
     resumes, several = fact(run.rules.collector, "resumes"), getattr(run.rules.collector, "func", None) is not equal
     notes = {
-        "rollouts of another engine: prefill, decode and eval are missing": not uses_torch_engine(run.parts),
+        "rollouts of another engine: prefill, decode and eval are missing": not uses_torch_engine(run.factories),
         "rollouts that are left partial: all are taken to end in their step": resumes,
         "several rounds of rollouts: the most that the collector requests at a time count": several and not resumes,
         "train.warmup=sft: demonstrations may be longer than rollouts": run.settings.train.warmup == "sft",

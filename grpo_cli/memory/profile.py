@@ -46,7 +46,7 @@ def fast_when_planned(word: bool | str) -> bool | None:
 def profile(run: Prepared[ProfileRunSettings], typed: Sequence[str], say: Say, warn: Say, console: Console) -> int:
     """Choose what `fit` would, measure unless only a plan is wanted, write `profile.json`, show it; return the peak."""
     settings, wanted = run.settings, run.settings.profile
-    if wanted.lengths != "natural" and not experiment.uses_torch_engine(run.parts):
+    if wanted.lengths != "natural" and not experiment.uses_torch_engine(run.factories):
         raise UserError(f"profile.lengths={wanted.lengths} forces lengths, which only engine=torch can do")
     device = torch.device("cuda") if wanted.for_gpu else run.device
     there = free_bytes if settings.fit == "auto" else total_bytes

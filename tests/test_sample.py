@@ -53,8 +53,7 @@ def test_each_token_comes_out_for_its_own_share_of_the_unit_interval(
 
 @WAYS
 def test_a_row_draws_the_same_in_any_company_and_precision(way: str) -> None:
-    """By a sum over every token in float64; of settings that differ by row, and of logits in bfloat16, so many that a
-    few rows are converted at a time."""
+    """Compared with a sum over all tokens in float64. Of these 70 rows a few are converted from bfloat16 at a time."""
     uniform = torch.from_numpy(uniforms([5], 70)[0])
     for dtype in (torch.float32, torch.bfloat16):
         logits = (3.0 * torch.randn(70, 20_000, generator=torch.Generator().manual_seed(0))).to(dtype)

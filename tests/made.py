@@ -20,7 +20,8 @@ from grpo_cli.config.choices import config_dir, shipped
 from grpo_cli.config.compose import KINDS, model_of, read_settings, settings_of
 from grpo_cli.config.instantiate import ready
 from grpo_cli.runs.record import RunRecord, read_record, write_record
-from grpo_cli.settings import LoraSettings, ModelSettings, OptimSettings, RunSettings, TrainSettings
+from grpo_cli.settings import LoraSettings, ModelSettings, OptimSettings, RunSettings, Sampling, TrainSettings
+from grpo_cli.types import Finish, Prompt, Request, Rollout
 
 
 def part(group: str, choice: str, **changed: Any) -> dict[str, Any]:
@@ -50,12 +51,21 @@ def downsample(choice: str) -> Any:
     return ready("downsample", choice)
 
 
-def task(choice: str, tokenizer: Any, seed: int = 0, **changed: Any) -> Any:
-    return ready("task", choice, {"tokenizer": tokenizer, "seed": seed, "warn": unexpected}, **changed)
-
-
 def unexpected(text: str) -> None:
     raise AssertionError(f"a warning that nobody expected: {text}")
+
+
+def task(
+    choice: str, tokenizer: Any, seed: int = 0, *, warn: Any = unexpected, max_prompt_tokens: Any = None, **changed: Any
+) -> Any:
+    offered = {"tokenizer": tokenizer, "seed": seed, "warn": warn, "max_prompt_tokens": max_prompt_tokens}
+    return ready("task", choice, offered, **changed)
+
+
+def rollout_of(prompt: Prompt, reply: str, tokenizer: Any, sample: int = 0) -> Rollout:
+    """A rollout that says `reply` and ends by itself."""
+    token_ids = (*tokenizer(reply)["input_ids"], tokenizer.eos_token_id)
+    return Rollout(Request(prompt, sample, 0, Sampling.plain(128)), token_ids, (0.0,) * len(token_ids), Finish.EOS)
 
 
 @functools.cache

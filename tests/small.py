@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pkgutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from grpo_cli.collect.requests import seed_of
 from grpo_cli.collect.resuming import joined, remaining_request, unstarted
 from grpo_cli.engine.common import EngineParts
+from grpo_cli.engine.cuda_graph import StepOutput
 from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.eviction import Dense
 from grpo_cli.engine.generation import Generation
@@ -160,10 +161,6 @@ def some_and_the_rest(cases: Sequence[Any], some: Sequence[Any]) -> list[Any]:
     return [pytest.param(*of, marks=mark) for of, mark in zip(values, marks, strict=True)]
 
 
-def one_and_the_rest(cases: Sequence[Any], one: Any) -> list[Any]:
-    return some_and_the_rest(cases, [one])
-
-
 def scored(
     *rewards: float | Reward,
     name: str = "p",
@@ -236,6 +233,27 @@ class FakeEngine:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Again:
+    """A stand-in for a GPU graph: a capture that repeats a function, and overwrites its results. Capturing runs it
+    once."""
+
+    def __init__(self) -> None:
+        self.captured = self.replayed = 0
+
+    def __call__(self, run: Callable[[], StepOutput]) -> tuple[StepOutput, Callable[[], StepOutput]]:
+        first = run()
+        results = tuple(result.clone() for result in first)
+        self.captured += 1
+
+        def replay() -> StepOutput:
+            self.replayed += 1
+            for mine, its in zip(results, run(), strict=True):
+                mine.copy_(its)
+            return results
+
+        return first, replay
 
 
 Contents = Mapping[tuple[str, int], tuple[tuple[int, ...], tuple[float, ...], str]]

@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 
+import made
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made import rollout_of
 from tiny_hf import make_tokenizer
-from words import rollout_of, task_of
 
 from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.answers import MAX_ANSWER, MAX_DIGITS, final_answer, final_number, reference_number
@@ -220,7 +221,7 @@ def test_answers_are_the_last_boxes_of_solutions_or_short_texts(tmp_path: Path) 
     solutions = (r"First \boxed{1}, so \boxed{\frac{1}{2}}.", "2x", "1 + 1\n#### 2")
     rows = [{"problem": f"problem {i}", "solution": text} for i, text in enumerate(solutions)]
     (tmp_path / "m.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    task = task_of("math", tokenizer, path=str(tmp_path / "m.jsonl"), eval_fraction=1.0)
+    task = made.task("math", tokenizer, path=str(tmp_path / "m.jsonl"), eval_fraction=1.0)
     prompts = list(task.prompts("eval"))
     assert [prompt.answer for prompt in prompts] == [r"\frac{1}{2}", "2x", "2"]
     rewards = task.rewards([(prompt, rollout_of(prompt, r"\boxed{0.5}", tokenizer)) for prompt in prompts[:2]])

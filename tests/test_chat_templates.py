@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from made import task as task_of
 from small import small_model
+from test_jsonl_task import write
 from tiny_hf import CHAT_TEMPLATE, make_tokenizer
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
-from words import task_of
 
 from grpo_cli.model.load import eos_token_ids
 from grpo_cli.support.errors import UserError
@@ -38,11 +38,6 @@ CHAT = [
 ]
 
 
-def write(path: Path, *rows: Any) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 def asks(folder: Path, *questions: Any) -> str:
     return write(folder / "p.jsonl", *({"question": question, "answer": "1"} for question in questions))
 
@@ -59,7 +54,7 @@ def prompts(task: Jsonl) -> list[str]:
 def published(name: str) -> str:
     spec = find_spec("trl")
     if spec is None or spec.origin is None:
-        pytest.skip("the published chat templates lie in the package trl (the extra runtime), which is not installed")
+        pytest.skip("the published chat templates lie in the package trl (the extra bench), which is not installed")
     return (Path(spec.origin).parent / "chat_templates" / f"{name}.jinja").read_text()
 
 

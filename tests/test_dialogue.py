@@ -12,8 +12,8 @@ from typing import Any
 import made
 import pytest
 from environments import Responding
+from made import rollout_of
 from tiny_hf import TURN_END, make_tokenizer
-from words import rollout_of, task_of
 
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
@@ -44,7 +44,7 @@ RESPONDING = {"environment": "environments:Responding"}
 
 
 def talking(rows: str, tokenizer: Any = PLAIN, **words: Any) -> Any:
-    return task_of("jsonl", tokenizer, path=rows, **{"turns": 3} | words)
+    return made.task("jsonl", tokenizer, path=rows, **{"turns": 3} | words)
 
 
 def heard(task: Any, *said: str, prompt: int = 0) -> Any:

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from captured import Again
 from made import full, infinite, micro, prefix_head
 from orders import AnyOrder, Forgetful
-from small import contents, make_engine, small_model, some_requests
+from small import Again, contents, make_engine, small_model, some_requests
 
 from grpo_cli.engine.scheduling import Lpt
 from grpo_cli.settings import Sampling

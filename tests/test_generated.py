@@ -12,8 +12,8 @@ import made
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made import rollout_of
 from tiny_hf import make_tokenizer
-from words import rollout_of
 
 from grpo_cli.model.load import load_tokenizer
 from grpo_cli.support.errors import UserError

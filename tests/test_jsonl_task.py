@@ -13,8 +13,8 @@ from typing import Any
 
 import made
 import pytest
+from made import rollout_of
 from tiny_hf import make_tokenizer
-from words import rollout_of, task_of
 
 from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.formats import FORMATS
@@ -37,7 +37,7 @@ def problems(count: int) -> list[dict[str, str]]:
 
 
 def make(path: str, tokenizer: Any = TOKENIZER, **settings: Any) -> Jsonl:
-    return task_of("jsonl", tokenizer, path=path, **settings)
+    return made.task("jsonl", tokenizer, path=path, **settings)
 
 
 def all_of(task: Jsonl) -> list[Prompt]:
@@ -169,6 +169,7 @@ BAD_FILES = [
     (['{"prompt": "b", "c": 1}'], "line 1 has no field 'question' (task.question_field); the fields are: prompt, c"),
     (['{"question": ["b"], "answer": "2"}'], "{path}, line 1: field 'question' must hold messages"),
     (["[" * 100_000], "{path}, line 1 cannot be read as JSON: "),
+    (['{"question": "a", "answer": 1e9999999999999999999}'], "{path}, line 1 cannot be read as JSON: "),
     (['{"question": "\\ud800", "answer": "1"}'], "{path}, line 1: field 'question' has half of a surrogate pair"),
     ([GOOD, FIVE], "{path}, line 2: no answer was understood in the field 'answer': 'five'; end it with '#### 42'"),
     ([GOOD, GOOD], "task.path={path} holds 1 question"),
@@ -232,13 +233,13 @@ def test_a_hub_data_set_is_read_like_a_file(tmp_path: Path, hub: list[Any]) -> N
 def test_without_a_path_both_splits_come_from_the_hub_and_training_s_when_it_is_asked_for(
     tmp_path: Path, hub: list[Any]
 ) -> None:
-    task = task_of("gsm8k", TOKENIZER)
+    task = made.task("gsm8k", TOKENIZER)
     assert hub == [("openai/gsm8k", "main", "test")]
     for split in ("train", "eval"):
         assert [(p.id, p.answer) for p in task.prompts(split)] == [(f"{split}-{i + 1:06d}", str(i)) for i in range(3)]
     assert hub[1:] == [("openai/gsm8k", "main", "train")]
     own = write(tmp_path / "own.jsonl", {"question": "mine", "answer": "#### 1000"})
-    assert [prompt.answer for prompt in task_of("gsm8k", TOKENIZER, eval_path=own).prompts("eval")] == ["1000"]
+    assert [prompt.answer for prompt in made.task("gsm8k", TOKENIZER, eval_path=own).prompts("eval")] == ["1000"]
 
 
 # Examples

@@ -182,7 +182,7 @@ def test_as_many_sequences_begin_as_have_a_block_beside_a_prompt() -> None:
     assert [full().slots_for(300, per_step) for per_step in (None, 16, 200, 512)] == [128, 128, 200, 300]
 
 
-@pytest.mark.parametrize("scheduler", [Fifo, Lpt, fptas, AnyOrder])
+@pytest.mark.parametrize("scheduler", [Fifo, AnyOrder])
 def test_memory_is_not_left_idle_while_somebody_waits(scheduler: Any) -> None:
     """Where as much as three sequences take is there, at least two run at a time on average, whatever the order."""
     requests = some_requests(prompts=6, n=4, tokens=20)

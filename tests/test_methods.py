@@ -157,8 +157,8 @@ def test_what_is_dropped_is_told_recorded_and_seen(tmp_path):
     assert sum(row["length"] for row in rollouts) == steps[-1]["tokens/generated"]
 
 
-def test_an_episode_is_cut_off_where_a_limit_of_tokens_ends_it_and_not_its_last_turn(tmp_path):
-    """`task=guess` with one token a turn: a turn that is cut goes on to the next, and one that ends is an end."""
+def test_an_episode_that_a_limit_of_tokens_ends_is_cut_off(tmp_path):
+    """Of `task=guess`; one that its task ends is not."""
     words = ("task=guess", "train.truncated=leave_out", "record.rollouts=-1", "sampling.max_new_tokens=9")
     trained(tmp_path, *words, "train.steps=1")
     found = json_lines(tmp_path / "rollouts.jsonl")

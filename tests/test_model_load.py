@@ -19,7 +19,7 @@ from test_learner import make_learner
 from tiny_hf import make_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_cli.model.adapters import base_of, with_adapters
+from grpo_cli.model.adapters import with_adapters
 from grpo_cli.model.checks import check_vocabulary
 from grpo_cli.model.export import write_model
 from grpo_cli.model.load import (
@@ -202,18 +202,6 @@ def test_adapters_are_saved_by_themselves_in_float32_and_come_back_bit_for_bit(k
     again = load_model(at_checkpoint(words, tmp_path), CPU)
     assert {weight.dtype for weight in again.parameters() if weight.requires_grad} == {torch.float32}
     assert torch.equal(logits(again), logits(model))
-
-
-def test_random_weights_below_adapters_are_saved_with_them(tmp_path):
-    small_model().config.save_pretrained(tmp_path / "shape")
-    words = settings(tmp_path / "shape", random_init=True, lora=LORA)
-    torch.manual_seed(3)
-    model = moved(load_model(words, CPU))
-    save_pretrained(model, load_tokenizer(settings()), tmp_path / "saved", with_base=True)
-    torch.manual_seed(4)
-    again = at_checkpoint(words, tmp_path / "saved")
-    assert again.path == base_of(tmp_path / "saved") == str(tmp_path / "saved" / "base")
-    assert torch.equal(logits(load_model(again, CPU)), logits(model))
 
 
 def test_adapters_that_are_not_plain_lora_in_safetensors_are_not_read(tmp_path):

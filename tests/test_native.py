@@ -44,11 +44,6 @@ from grpo_cli.support.meter import Meter
 from grpo_cli.support.threads import computing_with
 
 
-@pytest.fixture(autouse=True)
-def compiled() -> None:
-    require_c("decode")
-
-
 def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
@@ -228,7 +223,8 @@ UNEVEN = ((40, 30, 7), (33, 64), (5,))
 @pytest.fixture(autouse=True)
 def dirty_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The room of its threads holds NaN before it is used, none of which may reach a result."""
-    require_c("tree")
+    for name in ("decode", "tree"):
+        require_c(name)
     room = ops._scratch
 
     def dirty(*shapes: Any) -> Any:

@@ -9,9 +9,10 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import made
 import pytest
+from made import rollout_of
 from tiny_hf import make_tokenizer
-from words import rollout_of, task_of
 
 from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.jsonl import Jsonl
@@ -69,7 +70,7 @@ def make(tmp_path: Path, function: str, **settings: Any) -> Jsonl:
     path = tmp_path / "p.jsonl"
     rows = [f'{{"question": "q{i}", "answer": "word {i}", "level": "{"easy" if i % 2 else "hard"}"}}' for i in range(6)]
     path.write_text("\n".join(rows) + "\n")
-    return task_of("jsonl", TOKENIZER, path=str(path), reward=f"rewards_of_mine:{function}", **settings)
+    return made.task("jsonl", TOKENIZER, path=str(path), reward=f"rewards_of_mine:{function}", **settings)
 
 
 def judged(task: Jsonl, replies: Sequence[str]) -> list[Reward]:
@@ -103,7 +104,7 @@ def test_rows_are_copies_with_the_same_types_from_every_format(tmp_path: Path) -
     typed = pyarrow.Table.from_pylist([{**row, "w": Decimal("0.5")} for row in rows])
     files.write_table(typed, tmp_path / "p.parquet")
     for name in ("p.jsonl", "p.parquet"):
-        task = task_of("jsonl", TOKENIZER, path=str(tmp_path / name), reward="rewards_of_mine:empties")
+        task = made.task("jsonl", TOKENIZER, path=str(tmp_path / name), reward="rewards_of_mine:empties")
         assert [reward.total for _ in range(2) for reward in judged(task, ["a"])] == [1.0, 1.0]
         row = dict(task.row_of(task.prompts("train")[0]))
         assert {**row, "question": "q"} == {**rows[0], "question": "q"} and type(row["w"]) is float
@@ -169,5 +170,5 @@ def test_a_mistake_names_the_function_or_the_setting_and_the_rollout(
 )
 def test_a_function_that_cannot_be_had_is_refused_at_the_start(reward: str, expected: str) -> None:
     with pytest.raises(UserError) as caught:
-        task_of("jsonl", TOKENIZER, path="p.jsonl", reward=reward)
+        made.task("jsonl", TOKENIZER, path="p.jsonl", reward=reward)
     assert f"task.reward={reward}" in str(caught.value) and expected in str(caught.value)

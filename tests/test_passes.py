@@ -167,7 +167,8 @@ def test_each_token_is_as_old_as_the_weights_that_drew_it():
     assert batch.token_ages is not None and batch.token_ages.tolist() == [0 + 2, 2, 0, GIVEN, 0, 0]
     assert batch.response_mask.tolist() == [True, True, True, True, False, True]
     assert batch.sampler_logprobs.tolist() == [-1, -1, -1, 0, 0, -1]
-    assert collate([replace(group, rollouts=rollouts[2:])], version=5).token_ages is None
+    now = replace(rollouts[1], spans=(Span(5, 1), Span(ENVIRONMENT, 1)))
+    assert collate([replace(group, rollouts=(now, rollouts[2]))], version=5).token_ages is None
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 120))

@@ -49,6 +49,7 @@ def test_an_engine_reports_how_true_the_predictions_were():
     """Of 12 rollouts of 3 prompts, each of which is predicted its prompt's mean of the first time."""
     engine, requests = make_engine(small_model(), predictor=mean_length(), scheduler=Lpt()), some_requests(3, 4)
     first = list(engine.generate(requests))
+    list(engine.generate([replace(one, held_out=True, seed=one.seed ^ 2) for one in requests]))  # an evaluation
     lengths = {p: [len(r) for r in first if r.request.prompt.id == p] for p in ("p0", "p1", "p2")}
     again = list(engine.generate([replace(one, seed=one.seed ^ 1) for one in requests]))
     errors = [abs(len(r) - np.mean(lengths[r.request.prompt.id])) for r in again]

@@ -7,12 +7,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import made
 import pytest
-from made import unexpected
+from made import rollout_of, unexpected
 from tiny_hf import make_tokenizer
-from words import rollout_of
 
-from grpo_cli.config.instantiate import ready
 from grpo_cli.support.errors import UserError
 from grpo_cli.tasks import reasoning_gym as gym
 from grpo_cli.tasks.workers import Workers
@@ -30,9 +29,7 @@ JUNK = (None, "", "zzz", "9" * 5000, "nan", "[]", '{"a": 1}', "[" * 2000, "1/0",
 
 def task(name: str | None = "chain_sum", seed: int = 0, warn: Any = unexpected, most: Any = None, **words: Any) -> Any:
     words = {"judge_workers": 1, "eval_problems": 12, "name": name, **words}
-    return ready(
-        "task", "reasoning_gym", {"tokenizer": CHAT, "seed": seed, "warn": warn, "max_prompt_tokens": most}, **words
-    )
+    return made.task("reasoning_gym", CHAT, seed, warn=warn, max_prompt_tokens=most, **words)
 
 
 def texts(task: Any, split: str, count: int = 12) -> list[str]:

@@ -20,16 +20,6 @@ WORDS = "logger=jsonl n=4 train.prompts=2 train.steps=6 train.checkpoint_every=2
 WORDS += ["sampling.max_new_tokens=12"]
 
 
-def wait_for(folder: Path, what: str, process: Forked) -> None:
-    """Until a file or folder is there. The limit is a guard against hanging, not part of what is tested."""
-    for _ in range(1200):
-        if list(folder.glob(what)):
-            return
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.05)
-    raise AssertionError(f"{what} did not appear in {folder}")
-
-
 def trained(folder: Path, *words: str) -> dict[str, Any]:
     """What a run in this process came to."""
     return build(settings_of(*WORDS, "train.steps=2", f"run_dir={folder}", *words)).fit()
@@ -104,7 +94,9 @@ def test_kill_9_and_resume_equals_a_run_left_alone(tmp_path, words, held):
     (tmp_path / "held.py").write_text(held[1])
     (tmp_path / "hold").touch()
     killed = Forked("train", *WORDS, *words.split(), "hydra.run.dir=outputs/train/killed", held[0], cwd=tmp_path)
-    wait_for(tmp_path, "waiting", killed)
+    while not (tmp_path / "waiting").exists():
+        assert killed.poll() is None, killed.communicate()[0]
+        time.sleep(0.02)
     killed.kill()
     killed.communicate()
     (tmp_path / "hold").unlink()

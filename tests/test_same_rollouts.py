@@ -17,10 +17,9 @@ from unittest.mock import patch
 import made
 import pytest
 import torch
-from captured import Again
 from made import fptas, infinite, micro, prefix_head
 from orders import AnyOrder, Forgetful
-from small import adapted_model, contents, make_engine, require_bits, small_model, some_requests
+from small import Again, adapted_model, contents, make_engine, require_bits, small_model, some_requests
 
 from grpo_cli.config.instantiate import ready
 from grpo_cli.engine import generation, products
@@ -137,7 +136,7 @@ WAYS: dict[str, Way] = {
     "in any order": by(sampler=lambda: infinite(slots=2), scheduler=AnyOrder),
     "the longest first, in rounds": by(**FORGETFUL | {"sampler": lambda: micro(slots=3), "scheduler": Lpt}),
     "by a plan": by(**FORGETFUL | {"scheduler": fptas}),
-    "by lengths told from a prefix": by(**PREFIX),
+    "paused after a prefix": by(**PREFIX),
     "prompts read in parts": with_prompts_read_in_parts,
     "little memory, in rounds": in_little_memory(micro),
     "little memory": in_little_memory(infinite),
@@ -154,6 +153,7 @@ def of_all_at_once(name: str, threads: int) -> tuple[Any, Sequence[Request], Any
     """The model, the requests, and what their rollouts say."""
     policy = POLICIES[name]
     model, requests = policy.model(), policy.requests()
+    require_bits(model)
     return model, requests, contents(maker(policy, model)().generate(requests))
 
 
@@ -162,7 +162,7 @@ def letters(token_ids: Sequence[int]) -> str:
 
 
 def maker(policy: Policy, model: Any) -> Make:
-    words: dict[str, Any] = dict(sparsity=policy.sparsity, warn=made.unexpected)
+    words: dict[str, Any] = dict(sparsity=policy.sparsity, warn=made.unexpected, threads=torch.get_num_threads())
     if policy.requests is some_of_each:
         words["decode"] = letters
     return functools.partial(make_engine, model, **words)
@@ -172,7 +172,6 @@ def same(name: str, way: str) -> None:
     policy = POLICIES[name]
     with patch.object(products, "PACKED_FROM", 0 if policy.packed else products.PACKED_FROM):
         model, requests, expected = of_all_at_once(name, torch.get_num_threads())
-        require_bits(model)
         found = contents(WAYS[way](maker(policy, model), requests))
     if way not in ROUNDED:
         assert found == expected
@@ -187,7 +186,7 @@ def same_in_short(model: Any, requests: Sequence[Request]) -> None:
     """The ways that differ most, for a model that is none of the table's."""
     make = functools.partial(make_engine, model)
     expected = contents(make().generate(requests))
-    for way in ("rounds", "continuous", "by lengths told from a prefix"):
+    for way in ("rounds", "continuous", "paused after a prefix"):
         assert contents(WAYS[way](make, requests)) == expected
 
 

@@ -16,10 +16,9 @@ import numpy as np
 import pytest
 import torch
 from bank import InOrder, Scripted, collection_of
-from made import composed
+from made import composed, rollout_of
 from small import FakeEngine, advantages_of, kept_by, make_engine, plain_batch, scored, small_model
 from test_predict import request, rollout
-from words import rollout_of
 
 from grpo_cli.collect.episodes import play
 from grpo_cli.collect.requests import requests_for

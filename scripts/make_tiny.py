@@ -152,13 +152,12 @@ def train(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, args: argparse.Nam
         torch.optim.Muon(matrices, lr=MUON_LR, weight_decay=WEIGHT_DECAY),
         torch.optim.AdamW(others, lr=LR, betas=(0.9, 0.98), weight_decay=WEIGHT_DECAY),
     )
-    peaks = (MUON_LR, LR)
     started = time.monotonic()
     losses: list[float] = []
     for step, examples in zip(range(args.steps), batches(rng, args), strict=False):
         progress = step / args.steps
         scale = min(1.0, (step + 1) / WARMUP) * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
-        for optimizer, peak in zip(optimizers, peaks, strict=True):
+        for optimizer, peak in zip(optimizers, (MUON_LR, LR), strict=True):
             optimizer.param_groups[0]["lr"] = peak * scale
         ids, labels = to_tensors(examples, tokenizer)
         loss = model(input_ids=ids, labels=labels).loss
@@ -171,11 +170,6 @@ def train(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, args: argparse.Nam
         if (step + 1) % REPORT_EVERY == 0:
             log.info("step %5d  loss %.4f  %4.0f s", step + 1, sum(losses) / len(losses), time.monotonic() - started)
             losses.clear()
-
-
-def write_folder(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, folder: Path) -> None:
-    save_pretrained(model, tokenizer, folder)
-    (folder / "model.safetensors").chmod(0o644)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -203,7 +197,8 @@ def main() -> None:
     log.info("%d parameters", sum(p.numel() for p in model.parameters()))
     train(model, tokenizer, args)
     model.eval()
-    write_folder(model, tokenizer, args.out)
+    save_pretrained(model, tokenizer, args.out)
+    (args.out / "model.safetensors").chmod(0o644)
     log.info("wrote %s", args.out)
     sums = (f"task.min_terms={args.terms[0]}", f"task.max_terms={args.terms[1]}", "sampling.max_new_tokens=400")
     words = ("model=hf", f"model.path={args.out}", *sums, "eval.problems=448", "eval.k=4", "logger=jsonl", "device=cpu")

@@ -104,14 +104,13 @@ for name in LICENSE grpo_cli/model/tiny/LICENSE; do
 done
 echo "$wheel: $((bytes / 1000)) kB, with the licences of the code and of the embedded model"
 proved=0
-for python in "${@:-3.11 3.12 3.13}"; do
-    for number in $python; do
-        if found="$(python_of "$number")"; then
-            prove "$number" "$found"
-            proved=$((proved + 1))
-        else
-            echo "NOT PROVED with Python $number, which is not here and which uv could not fetch"
-        fi
-    done
+(($#)) || set -- 3.11 3.12 3.13
+for number; do
+    if found="$(python_of "$number")"; then
+        prove "$number" "$found"
+        proved=$((proved + 1))
+    else
+        echo "NOT PROVED with Python $number, which is not here and which uv could not fetch"
+    fi
 done
 ((proved)) || fail "there was no Python to prove the wheel with"

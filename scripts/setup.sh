@@ -1,4 +1,4 @@
-# Sourced by train.sh and test.sh: makes .venv fit for use and puts it first on the PATH. Not a program by itself.
+# Sourced by the other scripts: makes .venv fit for use and puts it first on the PATH. Not a program by itself.
 #
 #     ensure_venv [EXTRAS]     EXTRAS: comma-separated extras of pyproject.toml, such as dev
 #

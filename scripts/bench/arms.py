@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from common import engine_of, settings_of
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config
+from transformers import GenerationConfig, PreTrainedConfig, Qwen2Config
 
 from grpo_cli.collect.requests import requests_for
 from grpo_cli.config.instantiate import make
@@ -206,13 +206,6 @@ class Watch:
         return forwards, nbytes
 
 
-def _hf_model(case: Case, work: Work) -> PreTrainedModel:
-    model: PreTrainedModel = case.loaded()
-    if work.forced:
-        model.generation_config.eos_token_id = None  # which `generate` falls back to where it is given None
-    return model
-
-
 def _hf_words(work: Work, max_new_tokens: int) -> GenerationConfig:
     """Sample from the model's own distribution; what ends a reply."""
     eos = None if work.forced else list(work.eos)
@@ -236,7 +229,9 @@ def generate(in_slots: bool, case: Case, work: Work, stack: ExitStack) -> Run:
     A row that has ended stays in its batch until the last one ends, so with forced lengths the longest is all that has
     to be asked for: ending each row at its own would change nothing that is computed.
     """
-    model = _hf_model(case, work)
+    model = case.loaded()
+    if work.forced:
+        model.generation_config.eos_token_id = None  # which `generate` falls back to where it is given None
     torch.manual_seed(case.seed)
     watch = Watch()
     stack.callback(model.register_forward_hook(watch).remove)

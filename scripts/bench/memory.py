@@ -45,9 +45,8 @@ def ratios(words: Sequence[str], threads: int) -> Figures:
         if done.returncode:
             raise SystemExit(f"grpo profile {' '.join(words)}: {done.stderr.strip()}")
         found = json.loads((Path(folder) / "profile.json").read_text(encoding="utf-8"))
-    measured, predicted = found["measured"], found["predicted"]
-    peak = measured["peak"]["bytes"]
-    return {"peak_bytes": peak, "peak_ratio": predicted["peak"]["bytes"] / peak}
+    peak = found["measured"]["peak"]["bytes"]
+    return {"peak_bytes": peak, "peak_ratio": found["predicted"]["peak"]["bytes"] / peak}
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -56,8 +55,7 @@ def main(words: Sequence[str] | None = None) -> int:
     args: argparse.Namespace = parsed(made, words, cases=["default"])
     quick = ("profile.steps=1", "profile.warmup=0", "eval.every=0") if args.quick else ()
     found = {case: ratios((*CASES[case], *quick), args.threads) for case in args.cases}
-    names = dict.fromkeys(name for figures in found.values() for name in figures if name.endswith("_ratio"))
-    columns = {"peak, bytes": ("peak_bytes", ",.0f")} | {name.replace("_", " "): (name, ".3f") for name in names}
+    columns = {"peak, bytes": ("peak_bytes", ",.0f"), "peak ratio": ("peak_ratio", ".3f")}
     show("predicted over measured", found, columns)
     return finish(args, {"words": CASES, "results": found})
 

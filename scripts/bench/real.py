@@ -220,11 +220,10 @@ def show_part(groups: Groups, part: str) -> None:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parts = ("rollout", "floor", "train")
     parser = bench_parser(__doc__, rounds=3, threads=1)
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "smollm2", help="its folder")
     parser.add_argument("--data", type=Path, help="GSM8K's training problems, JSONL")
-    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
+    parser.add_argument("--parts", nargs="+", choices=tuple(COLUMNS), default=tuple(COLUMNS))
     parser.add_argument("--precisions", nargs="+", choices=tuple(PRECISIONS), default=tuple(PRECISIONS))
     parser.add_argument("--rows", nargs="+", type=int, default=[16, 64])
     parser.add_argument("--steps", type=int, default=3, help="of training, measured per turn, after one that is not")

@@ -23,7 +23,6 @@ import argparse
 import gc
 import importlib.util
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -35,14 +34,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 import transformers
 from arms import ARMS, SHAPES, WARM_UP_TOKENS, Case, Ran, make_work
 from common import Figures, bench_parser, clocked, finish, in_a_process, over, parsed, show
 from transformers import AutoModelForCausalLM
 
-from grpo_cli.support.memory import peak_bytes
+from grpo_cli.support.memory import peak_bytes, resident_bytes, start_peak
 
 DEFAULT_ARMS = ("full", "micro", "infinite", "generate", "generate-slots", "vllm")
 SPEED, PROCESSOR, KV, PEAK = "tokens_per_second", "tokens_per_cpu_second", "kv_peak_bytes", "peak_bytes"
@@ -126,13 +124,8 @@ def _of_one(ran: Ran, clock: Figures) -> Figures:
 def _forget_peak(device: str) -> int:
     """Start the peak of memory anew where the system can; returns the bytes held now."""
     gc.collect()
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.memory_allocated()
-    references = Path("/proc/self/clear_refs")
-    if os.access(references, os.W_OK):
-        references.write_text("5")  # Linux: sets the peak of resident memory to what is resident now
-    return psutil.Process().memory_info().rss
+    start_peak(torch.device(device))
+    return torch.cuda.memory_allocated() if device == "cuda" else resident_bytes()
 
 
 def measure_in_a_process(row: Row, folder: Path) -> None:

@@ -13,7 +13,6 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -79,29 +78,23 @@ class StopWatch(TrainerCallback):
         self.steps.append({"seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - processor})
 
 
-@dataclass(frozen=True)
-class Problems:
-    """The task's first problems, and the rows of them that TRL reads."""
-
-    prompts: Sequence[Prompt]
-    rows: list[dict[str, Any]]
-
-
-def problems_of(settings: RunSettings, tokenizer: Any, count: int) -> tuple[Any, Problems]:
-    """Return the task and `count` of its problems, as texts from which TRL makes the same tokens."""
+def problems_of(settings: RunSettings, tokenizer: Any, count: int) -> tuple[Any, list[Prompt], list[dict[str, Any]]]:
+    """Return the task, `count` of its problems, and their rows for TRL: texts of which it makes the same tokens."""
     task = make("task", settings.parts["task"], {"tokenizer": tokenizer, "seed": settings.seed, "warn": print})
     prompts = [task.prompts("train")[i] for i in range(count)]
     texts = [tokenizer.decode(p.token_ids) for p in prompts]
     assert [tuple(tokenizer(text)["input_ids"]) for text in texts] == [p.token_ids for p in prompts], "same prompts"
-    return task, Problems(prompts, [{"prompt": text, "problem": number} for number, text in enumerate(texts)])
+    return task, prompts, [{"prompt": text, "problem": number} for number, text in enumerate(texts)]
 
 
-def reward_of(settings: RunSettings, task: Any, problems: Problems, tokens: list[float]) -> Callable[..., list[float]]:
+def reward_of(
+    settings: RunSettings, task: Any, prompts: Sequence[Prompt], tokens: list[float]
+) -> Callable[..., list[float]]:
     """The task's reward as TRL calls it, which notes how many `tokens` each round has."""
 
     def reward(completion_ids: list[list[int]], problem: list[int], **_: Any) -> list[float]:
         tokens.append(float(sum(map(len, completion_ids))))
-        asked = [Request(problems.prompts[number], 0, 0, settings.sampling) for number in problem]
+        asked = [Request(prompts[number], 0, 0, settings.sampling) for number in problem]
         made = zip(asked, completion_ids, strict=True)
         rollouts = [Rollout(one, tuple(ids), (0.0,) * len(ids), Finish.EOS) for one, ids in made]
         return [task.reward(rollout.request.prompt, rollout).total for rollout in rollouts]
@@ -116,7 +109,7 @@ def run_trl(case: Case) -> list[Figures]:
 
     settings = settings_of(*training(case))
     model, tokenizer = case.loaded(), load_tokenizer(settings.model)
-    task, problems = problems_of(settings, tokenizer, (case.repeats + 1) * case.prompts)
+    task, prompts, rows = problems_of(settings, tokenizer, (case.repeats + 1) * case.prompts)
     tokens: list[float] = []
     words: dict[str, Any] = dict(use_cpu=True, bf16=settings.model.autocast == "bfloat16", dataloader_pin_memory=False)
     words |= dict(report_to="none", save_strategy="no", logging_strategy="no", disable_tqdm=True, seed=case.seed)
@@ -124,10 +117,10 @@ def run_trl(case: Case) -> list[Figures]:
     words |= dict(max_completion_length=case.max_new_tokens, max_steps=case.repeats + 1, loss_type="grpo", beta=0.0)
     words |= dict(learning_rate=RATE, lr_scheduler_type="constant", max_grad_norm=1.0, gradient_checkpointing=False)
     watch = StopWatch()
-    trained = dict(train_dataset=Dataset.from_list(problems.rows), processing_class=tokenizer, callbacks=[watch])
+    trained = dict(train_dataset=Dataset.from_list(rows), processing_class=tokenizer, callbacks=[watch])
     with tempfile.TemporaryDirectory() as folder:
         settled = trl.GRPOConfig(**words, output_dir=folder)
-        reward = reward_of(settings, task, problems, tokens)
+        reward = reward_of(settings, task, prompts, tokens)
         trl.GRPOTrainer(model=model, reward_funcs=reward, args=settled, **trained).train()
     return [step | {"tokens": count} for step, count in zip(watch.steps, tokens, strict=True)]
 

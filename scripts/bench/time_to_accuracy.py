@@ -104,7 +104,6 @@ Run = dict[str, Any]  # `curve`: pairs of minutes and accuracy; `peak_bytes`
 
 @dataclass(frozen=True)
 class Cell:
-    stage: str
     arm: str
     rate: float
     seed: int
@@ -170,7 +169,7 @@ def train_trl(cell: Cell, args: argparse.Namespace) -> Run:
     settings = settings_of(*BASE, *taught(cell, args))
     torch.manual_seed(cell.seed)
     model, tokenizer = load_model(settings.model, torch.device("cpu")), load_tokenizer(settings.model)
-    task, problems = problems_of(settings, tokenizer, 4 * 1000)
+    task, prompts, rows = problems_of(settings, tokenizer, 4 * 1000)
     eos = eos_token_ids(model, tokenizer, settings.model.eos_tokens)
     engine = engine_of(model, eos, "sampler=infinite", "sampler.slots=64", f"seed={cell.seed}")
     held_out = [task.prompts("eval")[i] for i in range(settings.eval.problems)]
@@ -200,9 +199,9 @@ def train_trl(cell: Cell, args: argparse.Namespace) -> Run:
     words |= dict(max_steps=1000, beta=0.0, learning_rate=cell.rate, lr_scheduler_type="constant_with_warmup")
     words |= dict(warmup_steps=5, gradient_checkpointing=False)
     with tempfile.TemporaryDirectory() as folder:
-        trained = dict(train_dataset=Dataset.from_list(problems.rows), processing_class=tokenizer)
+        trained = dict(train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
         settled = trl.GRPOConfig(**words, output_dir=folder)
-        reward = reward_of(settings, task, problems, [])
+        reward = reward_of(settings, task, prompts, [])
         trl.GRPOTrainer(model, reward, args=settled, callbacks=[clock, Exams()], **trained).train()
     return {"curve": curve, "peak_bytes": peak_bytes("cpu")}
 
@@ -214,7 +213,7 @@ def reached(run: Run, wanted: float) -> float | None:
 
 def best_rate(runs: Mapping[str, Run], arm: str) -> float | None:
     """The rate of an arm once all have been tried."""
-    found = {rate: runs.get(Cell("rates", arm, rate, APART).name) for rate in RATES}
+    found = {rate: runs.get(Cell(arm, rate, APART).name) for rate in RATES}
     if not all(found.values()):
         return None
 
@@ -231,17 +230,13 @@ def cells(runs: Mapping[str, Run], args: argparse.Namespace) -> Iterator[Cell]:
     """All that is to be run, as far as rates are known. What lacks an ingredient has the recipe's."""
     main = [arm for arm in args.arms if not arm.startswith("without")]
     if "rates" in args.stages:
-        yield from (Cell("rates", arm, rate, APART) for rate in RATES for arm in main)
+        yield from (Cell(arm, rate, APART) for rate in RATES for arm in main)
     for seed in args.seeds:
         for arm in args.arms:
             stage = "without" if arm.startswith("without") else "seeds"
             rate = args.rate or best_rate(runs, "recipe" if stage == "without" else arm)
             if stage in args.stages and rate is not None:
-                yield Cell(stage, arm, rate, seed)
-
-
-def next_cell(runs: Mapping[str, Run], args: argparse.Namespace) -> Cell | None:
-    return next((cell for cell in cells(runs, args) if cell.name not in runs), None)
+                yield Cell(arm, rate, seed)
 
 
 def interval(values: Sequence[float]) -> str:
@@ -288,24 +283,24 @@ def main(words: Sequence[str] | None = None) -> int:
     made.add_argument("--arms", nargs="+", choices=tuple(ARMS), default=tuple(ARMS))
     made.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     made.add_argument("--rate", type=float, help="learning rate of all, in place of the chosen ones")
-    made.add_argument("--child", nargs=5, help=argparse.SUPPRESS)
+    made.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
     args = parsed(made, words, minutes=0.01, arms=["recipe"], seeds=[0], rate=2e-5, stages=["seeds"])
     if args.child:
         torch.set_num_threads(args.threads)
         flush_denormals()
-        *cell, out = args.child
-        run = train_trl(Cell(cell[0], cell[1], float(cell[2]), int(cell[3])), args)
+        arm, rate, seed, out = args.child
+        run = train_trl(Cell(arm, float(rate), int(seed)), args)
         Path(out).write_text(json.dumps(run))
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no run is left behind
     held = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
     runs: dict[str, Run] = held.get("runs", {})
     ends = time.monotonic() + 3600 * args.hours
-    while (cell := next_cell(runs, args)) is not None and time.monotonic() < ends:
+    while (cell := next((one for one in cells(runs, args) if one.name not in runs), None)) and time.monotonic() < ends:
         with tempfile.TemporaryDirectory() as place:
             folder = Path(place)
             if ARMS[cell.arm].trl:
-                own = [cell.stage, cell.arm, str(cell.rate), str(cell.seed), str(folder / "run.json")]
+                own = [cell.arm, str(cell.rate), str(cell.seed), str(folder / "run.json")]
                 given = ["--threads", args.threads, "--minutes", args.minutes, "--model", args.model]
                 given += ["--task", args.task]
                 subprocess.run([sys.executable, __file__, *map(str, given), "--child", *own], check=True)

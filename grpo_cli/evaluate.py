@@ -8,9 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from grpo_cli.collect.episodes import play
+from grpo_cli.collect.episodes import Spent, play
 from grpo_cli.collect.requests import group_rollouts, requests_for, score_all
 from grpo_cli.collect.resuming import unstarted
+from grpo_cli.engine.common import together
 from grpo_cli.interfaces import Engine, Runtime, Search, Task
 from grpo_cli.runs.files import json_line, write_atomically
 from grpo_cli.runs.layout import SAMPLES
@@ -19,17 +20,18 @@ from grpo_cli.support.errors import UserError
 from grpo_cli.support.intervals import mean_interval, pass_at_k, wilson_interval
 from grpo_cli.support.meter import ReportProgress, uncounted
 from grpo_cli.tracking.examples import example
-from grpo_cli.types import Example, Prompt, Rollout, ScoredGroup
+from grpo_cli.types import EngineStats, Example, Prompt, Rollout, ScoredGroup
 
 MOST_UNJUDGED = 0.1  # an outage of the judge is no accuracy
 
 
 @dataclass(frozen=True)
 class EvalResult:
-    """Metrics by name, and every rollout in readable form."""
+    """Metrics by name, every rollout in readable form, and the cost of all rounds."""
 
     metrics: Mapping[str, float]
     examples: tuple[Example, ...]
+    stats: EngineStats = EngineStats()
 
 
 def evaluate(
@@ -51,7 +53,8 @@ def evaluate(
     sampled = requests_for(prompts, k, sampling, seed, "eval", held_out=True)
     rollouts, place = list[Rollout](), {prompt.id: number for number, prompt in enumerate(prompts)}
     requests = sorted((*greedy, *sampled), key=lambda request: place[request.prompt.id])  # so a prompt is held once
-    for rollout in play(engine, task, [*map(unstarted, requests)]):
+    spent = Spent()
+    for rollout in play(engine, task, [*map(unstarted, requests)], spent=spent):
         rollouts.append(rollout)
         count(len(rollouts), len(requests))
     greedy_groups = _scored(task, prompts, [r for r in rollouts if r.request.sampling.temperature == 0.0])
@@ -59,7 +62,8 @@ def evaluate(
     metrics["eval/length_mean"] = float(np.mean([len(group.rollouts[0]) for group in greedy_groups]))
     examples = _examples(task, greedy_groups, "greedy")
     groups = _scored(task, prompts, [r for r in rollouts if r.request.sampling.temperature != 0.0])
-    return EvalResult(metrics | _sampled_metrics(groups, k), (*examples, *_examples(task, groups, "sampled")))
+    examples += _examples(task, groups, "sampled")
+    return EvalResult(metrics | _sampled_metrics(groups, k), tuple(examples), together(spent.costs))
 
 
 def evaluate_with(

@@ -119,10 +119,9 @@ def make_engine(
 ) -> Engine:
     """Build the rollout engine with its sampler, scheduler, predictor and sparsity."""
     offered = {"model": model, "eos_token_ids": eos, "pad_token_id": pad, "seed": settings.seed, **more}
-    built = parts.engine_parts(settings.seed)
-    names = [field.name for field in fields(EngineParts)]
-    given = EngineParts(**{name: value for name, value in {**offered, **built}.items() if name in names})
-    engine: Engine = parts["engine"].make({**offered, **built, "parts": given})
+    offered |= parts.engine_parts(settings.seed)
+    given = EngineParts(**{field.name: offered[field.name] for field in fields(EngineParts) if field.name in offered})
+    engine: Engine = parts["engine"].make({**offered, "parts": given})
     if settings.sampling.stop and not engine.reads_stop_strings:
         raise UserError(
             f"sampling.stop={list(settings.sampling.stop)}: {settings.parts['engine']['_target_']} does not look for "
@@ -184,8 +183,7 @@ def _logger(run: Prepared[Any], job_type: str, say: Callable[[str], None], warn:
         "say": say,
         "warn": warn,
     }
-    tracker: Tracker = run.factories["logger"].make(offered)
-    return tracker
+    return run.factories["logger"].make(offered)
 
 
 def evaluate_model(run: Prepared[EvalRunSettings]) -> EvalResult:
@@ -199,7 +197,7 @@ def evaluate_model(run: Prepared[EvalRunSettings]) -> EvalResult:
             greedy = evaluate_with(runtime, settings.eval, settings.sampling, settings.seed, settings.eval.split)
         result = EvalResult({**greedy.metrics, **found.metrics}, greedy.examples + found.examples)
         write_samples(Path(settings.run_dir), result.examples)
-        seconds, stats = time.perf_counter() - start, runtime.engine.stats()
+        seconds, stats = time.perf_counter() - start, greedy.stats
         tracker.log(Record(0, result.metrics, result.examples))
         summary = {"status": "completed", "checkpoint": settings.checkpoint, "model": settings.model.path}
         summary |= {"k": settings.eval.k, "split": settings.eval.split, "seconds": seconds, **result.metrics}

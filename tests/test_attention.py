@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from small import require_c
 from torch import Tensor
 
-from grpo_cli.engine.attention import paged_attention
+from grpo_cli.engine.attention import by_triton, in_c, reference
 from grpo_cli.engine.kv_cache import BLOCK, KvLayout, PagedCache, blocks_for, table_of
 from grpo_cli.engine.sampling import drawing_of
 from grpo_cli.engine.sequence import Rows
@@ -24,10 +24,10 @@ CPU = torch.device("cpu")
 CLOSE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
-def by(backend: str) -> str:
+def by(backend: str) -> Any:
     if backend == "c":
         require_c("decode")
-    return backend
+    return {"c": in_c, "triton": by_triton, "reference": reference}[backend]
 
 
 BACKENDS = pytest.mark.parametrize("backend", ["c", "reference"])
@@ -72,11 +72,11 @@ class Case:
         (held, seen), (own, prompt) = counts, tables
         nothing, by = torch.zeros(len(some), dtype=torch.long), drawing_of([Sampling.plain(9)] * len(some), CPU)
         rows = nothing, nothing, held, torch.tensor(to), seen, nothing, nothing.double(), own, prompt
-        return Rows(*(x.to(self.q.device) for x in rows), by)
+        return Rows(by, *(x.to(self.q.device) for x in rows))
 
     def found(self, backend: str, some: list[int] | None = None, note: Any = None) -> Tensor:
         at = slice(None) if some is None else some
-        attend = paged_attention(by(backend), self.rows(some), self.cache, 0.3, note)
+        attend = by(backend)(self.rows(some), self.cache, 0.3, note)
         return attend(0, self.q[at], self.k[at], self.v[at])
 
     def wanted(self) -> tuple[Tensor, Tensor]:

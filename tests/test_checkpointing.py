@@ -26,7 +26,7 @@ IDS = torch.randint(2, VOCABULARY, (3, 20), generator=torch.Generator().manual_s
 
 @pytest.fixture(autouse=True)
 def no_memory_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpointing, "is_little", lambda nbytes: False)
+    monkeypatch.setattr(checkpointing, "little_bytes", lambda: 0)
 
 
 def recomputing(what: str, family: str = "llama", lora: Any = None, **words: Any) -> Any:

@@ -68,9 +68,10 @@ def with_product(kind: type[torch.nn.Linear], name: str) -> Any:
     return model
 
 
-def test_a_product_that_depends_on_its_rows_is_found_out_and_said_once() -> None:
+@pytest.mark.parametrize("threads", [1, 16])
+def test_a_product_that_depends_on_its_rows_is_found_out_and_said_once(threads: int) -> None:
     said: list[str] = []
-    engine = make_engine(with_product(Uneven, "down_proj"), warn=said.append)
+    engine = make_engine(with_product(Uneven, "down_proj"), warn=said.append, threads=threads)
     assert engine.facts()["invariant"] is None  # nothing was tried yet
     for _ in range(2):
         list(engine.generate(some_requests(prompts=1, n=2, tokens=4)))

@@ -86,14 +86,16 @@ def test_what_shapes_alone_decide_has_the_bytes_that_one_counts_by_hand():
     assert planned(CPU)["decode"][ACTIVATIONS] - planned()["decode"][ACTIVATIONS] == 4 * (LINEAR + 160)
     kept = [planned(CPU, f"model.autocast={word}")["optimizer"][WORKSPACE] for word in ("bfloat16", "none")]
     assert kept[0] - kept[1] == 52 * 2**20, "by oneDNN, of products in bfloat16"
-    parked = planned(parks=True, optimizer=100, evaluation=WORK)
-    assert {name for name, sizes in parked.items() if sizes[OPTIMIZER]} == {"forward", "backward", "optimizer"}
+    parked = planned(parks=True, optimizer=100, evaluation=WORK, average=30)
+    assert {name for name, sizes in parked.items() if sizes[OPTIMIZER] == 100} == {"forward", "backward", "optimizer"}
+    assert parked["decode"][OPTIMIZER] == 30, "an average of the weights stays where they are"
 
 
 def test_a_step_counts_a_shared_prompt_once_and_cuts_passes_at_a_row_or_more():
     one = step(tokens=30)
     alone = replace(one, shares_prompts=False)
     assert (one.tokens_of_update, alone.tokens_of_update) == (5 + 7 + 4 * 17, 2 * 12 + 4 * 17)
+    assert [replace(one, m=1, logprobs_of=of).with_n(9).logprobs_of for of in (0, 1, 2)] == [0, 1, 9]
     assert one.in_a_pass(80) == 30 and replace(one, tokens=1).in_a_pass(80) == 24 and one.in_a_pass(9) == 9
     assert replace(one, minibatches=3).tokens_of_update == 5 + 7 + 2 * 17
 
@@ -219,11 +221,10 @@ def test_a_micro_batch_is_all_of_a_step_or_the_most_that_fits():
 
 def test_more_than_there_is_is_refused_and_what_is_free_is_planned_for(monkeypatch):
     monkeypatch.setattr(fit, "free_bytes", lambda device: 100 * MIB)
-    monkeypatch.setattr(fit, "resident_bytes", lambda: 300 * MIB)
     said: list[str] = []
 
     def room(word: str) -> int:
-        return fit.room_of(settings_of(*RUN, f"fit={word}"), CPU, 0, said.append)
+        return fit.room_of(settings_of(*RUN, f"fit={word}"), CPU, 300 * MIB, said.append)
 
     assert room("1G") == 400 * MIB - fit.CPU_RESERVE and "fit=1G" in said[0] and "400.0 MiB" in said[0]
     assert room("auto") == room("none") == (300 + 90) * MIB and len(said) == 1

@@ -12,7 +12,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import OmegaConf
 
 from grpo_cli import experiment
@@ -46,11 +45,10 @@ def fitted(command: Command, settings: RunSettings) -> RunSettings:
     if (settings.fit == "none" or settings.resume is not None) and settings.train.micro_batch_tokens != AUTO:
         return settings
     chosen = fit.choose(prepare(settings), {key_of(word) for word in command.typed}, to_stderr)
-    for key, _, text in (word.partition("=") for word in chosen):
-        command.choices.update({} if "." in key else {key: text})
-        OmegaConf.update(command.cfg, key, yaml.safe_load(text) if "." in key else shipped(key, text), merge=False)
-    found: RunSettings = settings_from(command)
-    return found
+    for key, value in chosen.items():
+        command.choices.update({} if "." in key else {key: value})
+        OmegaConf.update(command.cfg, key, value if "." in key else shipped(key, value), merge=False)
+    return settings_from(command)
 
 
 def train(command: Command, settings: RunSettings) -> Any:
@@ -72,12 +70,10 @@ def evaluate(command: Command, settings: EvalRunSettings) -> Any:
     with run_folder(command, run.settings):
         metrics = experiment.evaluate_model(run).metrics
     rows = list[tuple[str, ...]]()
-    for name, value in metrics.items():
+    for name in (name for name in metrics if not name.endswith(("_low", "_high"))):
         ends = [f"{metrics[end]:.3f}" for end in (f"{name}_low", f"{name}_high") if end in metrics]
-        if not name.endswith(("_low", "_high")):
-            rows.append(
-                (name.removeprefix("eval/"), f"{value:.0f}" if value >= 2 else f"{value:.3f}", " to ".join(ends))
-            )
+        value = f"{metrics[name]:.0f}" if metrics[name] >= 2 else f"{metrics[name]:.3f}"
+        rows.append((name.removeprefix("eval/"), value, " to ".join(ends)))
     print_table(console(), Table(("", "value", "95% interval"), tuple(rows), frozenset({"value"})))
     exam, of = settings.eval, settings.checkpoint or settings.model.path
     sampled = f"; pass@: {exam.k} samples at temperature {exam.temperature:g}, top_p {settings.sampling.top_p:g}"
@@ -90,7 +86,8 @@ def profile(command: Command, settings: ProfileRunSettings) -> Any:
     """Profile, print what was found, and return the peak memory."""
     if settings.resume is not None:
         raise UserError("resume= is for grpo train: type the settings of the run that is to be profiled")
-    run = prepare(settings, profiling.fast_when_planned(settings.profile.for_gpu))
+    gpu = settings.profile.for_gpu
+    run = prepare(settings, gpu != "t4" if gpu else None)  # all others compute faster in bfloat16
     with run_folder(command, run.settings):
         peak = profiling.profile(run, command.typed, to_stderr, experiment.say_to_stderr, console())
         print(f"all of it: {settings.run_dir}/{PROFILE}")

@@ -48,7 +48,6 @@ def requests_for(
 
 def group_rollouts(prompts: Sequence[Prompt], rollouts: Iterable[Rollout]) -> list[Group]:
     """Group rollouts in any order by prompt, in order of `prompts` and samples."""
-    check_ids(prompts, "prompts to group rollouts by")
     of: dict[Prompt, list[Rollout]] = {prompt: [] for prompt in prompts}
     for rollout in rollouts:
         prompt = rollout.request.prompt

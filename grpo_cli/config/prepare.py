@@ -24,7 +24,7 @@ from grpo_cli.rules.downsample import choose
 from grpo_cli.settings import SHARE_VARIABLE, EvalRunSettings, RunSettings, Sampling, Settings
 from grpo_cli.support.errors import UserError, explained, gathered, own_code_unless_ours, refuse
 from grpo_cli.support.facts import name_of
-from grpo_cli.support.memory import keep_freed, part_of_gpu
+from grpo_cli.support.memory import CUDA_CONTEXT_BYTES, keep_freed
 from grpo_cli.support.processor import flush_denormals
 from grpo_cli.types import Finish, LossOutput, Prompt, Request, Reward, Rollout, ScoredGroup
 
@@ -81,8 +81,10 @@ def pick_device(word: str) -> torch.device:
         torch.cuda.init()
     # Threads of autograd take up the context with their first product, and PyTorch warns of it.
     warnings.filterwarnings("ignore", "Attempting to run cuBLAS", UserWarning)
-    total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(part_of_gpu(float(os.environ.get(SHARE_VARIABLE, "1")), total))
+    share = float(os.environ.get(SHARE_VARIABLE, "1"))
+    if share < 1:  # each process on the GPU holds memory of CUDA's own, too
+        share = max(0.0, share - CUDA_CONTEXT_BYTES / torch.cuda.get_device_properties(0).total_memory)
+    torch.cuda.set_per_process_memory_fraction(share)
     return torch.device("cuda")
 
 
@@ -143,7 +145,8 @@ def _of_training(settings: RunSettings, parts: Factories) -> Iterator[str]:
             "engine": parts.fact("engine", "is_policy") is False,
             "sparsity": parts.fact("sparsity", "evicts"),
             "collector": parts.fact("collector", "resumes") and not parts.fact("collector", "stops"),
-            "correction": parts["correction"].make().needs_old_logprobs,  # a ratio other than 1
+            # a ratio other than 1
+            "correction": parts["correction"].make({"n": n, "m": m, "prompts": train.prompts}).needs_old_logprobs,
         }
         for part in (part for part, found in excluded.items() if found):
             yield f"correction.prox=sampler is no old policy for {parts.named(part)}: use correction.prox=step_start"

@@ -17,16 +17,11 @@ from grpo_cli.engine.kv_cache import BLOCK, PagedCache
 from grpo_cli.engine.sequence import Rows
 from grpo_cli.native.library import library
 
-# What a layer's rows attend to, [R, HGD], of its number, queries, keys and values.
+# What a layer's rows attend to, [R, HGD], of its number, queries, keys and values, which it adds to the cache.
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 # Takes, by layer, the attention [R, H, n] that the keys of each row's prompt and then its own received: the mean over a
 # key head's queries, float32.
 Note = Callable[[int, Tensor], None]
-
-
-def paged_attention(backend: str, rows: Rows, cache: PagedCache, scale: float, note: Note | None = None) -> Attention:
-    """Return a step's attention, which also writes each row's new key and value, by `c`, `triton` or `reference`."""
-    return {"c": in_c, "triton": by_triton, "reference": reference}[backend](rows, cache, scale, note)
 
 
 def reference(rows: Rows, cache: PagedCache, scale: float, note: Note | None = None) -> Attention:

@@ -42,6 +42,7 @@ class EngineParts:
 class SequenceEngine:
     """An engine that serves sequences in a scheduler's order."""
 
+    reads_stop_strings = True
     _stats = EngineStats()
 
     def __init__(self, parts: EngineParts) -> None:

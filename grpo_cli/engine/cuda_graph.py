@@ -6,7 +6,6 @@ A step is a forward pass and the drawing after it. Rows come in few numbers and 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import is_dataclass, replace
 from functools import cache
@@ -27,7 +26,7 @@ class GraphedSteps:
     """Steps, each captured when its shape occurs again: capturing costs about three launched steps."""
 
     def __init__(self, capture: Capture) -> None:
-        self._capture, self._seen = capture, Counter[Hashable]()
+        self._capture, self._seen = capture, set[Hashable]()
         self._captured: dict[Hashable, tuple[list[Tensor], Callable[[], StepOutput]]] = {}
 
     def __call__(self, step: Callable[[Rows], StepOutput], rows: Rows) -> StepOutput:
@@ -37,8 +36,8 @@ class GraphedSteps:
             inputs, replay = self._captured[shape]
             torch._foreach_copy_(inputs, given)
             return replay()
-        self._seen[shape] += 1
-        if self._seen[shape] == 1:
+        if shape not in self._seen:
+            self._seen.add(shape)
             return step(rows)
         own = _cloned(rows)
         result, replay = self._capture(lambda: step(own))

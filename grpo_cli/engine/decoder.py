@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from grpo_cli.engine import products
-from grpo_cli.engine.attention import paged_attention, runs_triton
+from grpo_cli.engine.attention import Attention, by_triton, in_c, reference, runs_triton
 from grpo_cli.engine.evictor import Evictor
 from grpo_cli.engine.kv_cache import KvLayout, PagedCache, round_up
 from grpo_cli.engine.layers import EAGER, NATIVE, Block, Compiled, Functions, Norm, activation_of, is_plain, norm_of
@@ -68,7 +68,7 @@ class Decoder:
     may_pack: bool = False
     functions: Functions = EAGER
     compiled: Functions | None = None
-    backend: str = "reference"
+    backend: Callable[..., Attention] = reference
     blocks: tuple[Block, ...] = ()
     norm: Any = None
     head: Any = None
@@ -102,7 +102,7 @@ class Decoder:
     def layout(self) -> KvLayout:
         """The layout of one token's keys and values."""
         config, dim = self.model.config, int(self.model.model.layers[0].self_attn.head_dim)
-        heads, by_token = config.num_key_value_heads, self.backend == "triton"
+        heads, by_token = config.num_key_value_heads, self.backend is by_triton
         group = config.num_attention_heads // heads
         return KvLayout(len(self.layers), heads, dim, self.precision, by_token, group)
 
@@ -142,8 +142,8 @@ class Decoder:
         Autocast would cast every weight again in every step, as it caches none under `inference_mode`. Weights of a
         small model on a CPU are joined, where a call takes as long as its product.
         """
-        by_triton = not needs_received and runs_triton(self.device, self.layout.dim)
-        backend = "c" if self.is_native else "triton" if by_triton else "reference"
+        triton = not needs_received and runs_triton(self.device, self.layout.dim)
+        backend = in_c if self.is_native else by_triton if triton else reference
         weights = Weights(self.precision, self.packs, joined=self._is_small and self.device.type == "cpu")
         blocks = tuple(Block.of(layer, weights) for layer in self.layers)
         compiled = self.compiled if is_plain(blocks) else None
@@ -184,7 +184,7 @@ class Decoder:
     def step(self, rows: Rows, cache: PagedCache, evictor: Evictor | None = None) -> Float[Tensor, "R H"]:
         """Feed one token per row: write each row's key and value, and return the last hidden state."""
         note = evictor.see_received if evictor is not None and evictor.policy.needs_received else None
-        attend = paged_attention(self.backend, rows, cache, self.scale, note)
+        attend = self.backend(rows, cache, self.scale, note)
         attend = attend if evictor is None else evictor.watching(rows, attend)
         return self.run(rows.tokens, rows.positions, attend, self.compiled or self.functions)
 

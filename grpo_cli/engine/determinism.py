@@ -17,7 +17,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_cli.engine.attention import paged_attention
 from grpo_cli.engine.decoder import Decoder, Padding
 from grpo_cli.engine.kv_cache import BLOCK, PagedCache
 from grpo_cli.engine.layers import EAGER
@@ -27,7 +26,8 @@ from grpo_cli.native.library import library
 from grpo_cli.settings import Sampling
 
 # Numbers of rows to test: all small ones, where kernels change, and some large ones, where work is divided differently.
-# A block with many weights is tested with fewer, since the largest would take seconds.
+# A block with many weights is tested with fewer, since the largest would take seconds; always with more than padding
+# makes of one row.
 ROWS = (*range(1, 34), 63, 100, 257, 512)
 WORK, LEAST_OF_ROWS = 2**32, 128
 HEAD_ROWS = 32  # the head is as large as several blocks
@@ -72,8 +72,8 @@ def _row_paddings(threads: int) -> Iterator[tuple[int, int]]:
 def _rows_agree(decoder: Decoder) -> bool:
     """True if a block, the last norm and the head give the first rows the same bits, however many follow."""
     weights = sum(weight.numel() for weight in decoder.model.model.layers[0].parameters())
-    most = min(max(WORK // weights, LEAST_OF_ROWS), ROWS[-1])
     counts = [*ROWS, *(decoder.padding.least + count for count in ROWS[:33])]
+    most = max(min(max(WORK // weights, LEAST_OF_ROWS), ROWS[-1]), counts[-1])
     sizes = sorted({size for count in counts if (size := decoder.padding.padded_rows(count)) <= most})
     tokens = torch.randint(decoder.model.config.vocab_size, (most,), generator=torch.Generator().manual_seed(0))
     reference = _hidden_of_block(decoder, tokens)
@@ -116,10 +116,10 @@ def _found_by(decoder: Decoder) -> tuple[Tensor, ...]:
     own, prompt = torch.arange(4 * rows).view(2, rows, 2)
     some, uniform = torch.full((rows,), BLOCK + 5), torch.rand(rows, generator=numbers, dtype=torch.float64)
     drawing = drawing_of([Sampling.plain(1)] * rows, decoder.device, decoder.is_native)
-    step = Rows(some, some, some, own[:, 1], some, some, uniform, own, prompt, drawing)
+    step = Rows(drawing, some, some, some, own[:, 1], some, some, uniform, own, prompt)
     heads = layout.heads * layout.group, layout.heads, layout.heads
     q, k, v = (torch.randn(rows, count, layout.dim, generator=numbers).to(layout.dtype) for count in heads)
     paid = list[Tensor]()
-    attend = paged_attention(decoder.backend, step, cache, decoder.scale, lambda _, received: paid.append(received))
+    attend = decoder.backend(step, cache, decoder.scale, lambda _, received: paid.append(received))
     attended = attend(0, q, k, v)
     return hidden.float(), attended.float(), *paid, draw(torch.randn(rows, 99, generator=numbers), uniform, drawing)[1]

@@ -67,7 +67,7 @@ class Generation:
         self._sequences = [Sequence(index, request) for index, request in enumerate(requests)]
         self.waiting, self._paused = list(self._sequences), list[Sequence]()
         longest = max(sequence.limit for sequence in self._sequences)
-        self._forecast = Forecast(BLOCK * plan.own_blocks, longest / 2) if plan.is_bounded else None
+        self._forecast = None if sampler.kv_budget is None else Forecast(BLOCK * plan.own_blocks, longest / 2)
         self._admission = Admission(slots, sampler.refills)
         padding_block = self._cache.count if padding_slot else None
         self._batch = RunningBatch(slots, block_limits, device, decoder.is_native, padding_block)

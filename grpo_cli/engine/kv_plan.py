@@ -24,7 +24,6 @@ class KvPlan:
     layout: KvLayout
     slots: int  # sequences that run at a time
     blocks: int  # of the pool
-    is_bounded: bool  # by sampler.kv_budget
     own_blocks: int
     prompt_blocks: int
     prefix_blocks: int
@@ -49,7 +48,7 @@ class KvPlan:
         both = max(lengths[request.prompt.id] + request.sampling.max_new_tokens for request in requests)
         own, prompt, count = blocks_for(sparsity.capacity(new, both)), blocks_for(max(lengths.values())), len(requests)
         slots, all_at_once = sampler.slots_for(count, per_step), prompt * len(lengths) + count * own
-        budget = sampler.budget_for(prompt * layout.block_bytes, own * layout.block_bytes)
+        budget = sampler.budget_for((prompt + own) * layout.block_bytes)
         bound = 0 if budget is None else budget // layout.block_bytes
         # One more token is drawn than is fed; a token's key is written in the next step.
         prefix_keys = sparsity.capacity(prefix + 1, max(lengths.values()) + prefix + 1)
@@ -59,4 +58,4 @@ class KvPlan:
         spare = 0 if bound else count * prefix_blocks + slots * own * pauses
         held = count if prefix_blocks else max(slots * (1 + pauses), LEAST_AT_ONCE)
         blocks = min(all_at_once, bound or prompt * min(len(lengths), held) + slots * own + spare)
-        return cls(layout, slots, blocks, bound > 0, own, prompt, prefix_blocks, spare)
+        return cls(layout, slots, blocks, own, prompt, prefix_blocks, spare)

@@ -57,8 +57,6 @@ _ON = "continue with grpo train resume=auto"
 class RayEngine(SequenceEngine):
     """Rollouts by `workers` actors of Ray, whose engines `build` makes."""
 
-    reads_stop_strings = True
-
     def __init__(
         self,
         parts: EngineParts,

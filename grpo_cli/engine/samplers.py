@@ -34,16 +34,15 @@ class Sampler:
         slots = max(per_step or 0, LEAST_AT_ONCE) if self.all_at_once else self.slots or DEFAULT_SLOTS
         return min(requests, slots)
 
-    def budget_for(self, prompt: int, tokens: int) -> int | None:
-        """Return `kv_budget` in bytes. UserError if it does not hold one sequence."""
+    def budget_for(self, least: int) -> int | None:
+        """Return `kv_budget` in bytes. UserError if it is below `least`, which one sequence takes."""
         if self.kv_budget is None:
             return None
         budget = parse_bytes(self.kv_budget)
-        if budget < prompt + tokens:
+        if budget < least:
             raise UserError(
-                f"sampler.kv_budget={self.kv_budget} ({budget} bytes) is too small for one sequence: its prompt takes "
-                f"{prompt} bytes and its tokens {tokens}; set at least {prompt + tokens} bytes, or lower "
-                "sampling.max_new_tokens"
+                f"sampler.kv_budget={self.kv_budget} ({budget} bytes) is too small for one sequence: set at least "
+                f"{least} bytes, or lower sampling.max_new_tokens"
             )
         return budget
 

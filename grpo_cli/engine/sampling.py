@@ -48,8 +48,7 @@ class Drawing:
 
     def of(self, rows: slice) -> Drawing:
         """Return the settings of some rows."""
-        some = {name: getattr(self, name)[rows] for name in ("temperature", "top_p", "top_k")}
-        return replace(self, **some)
+        return replace(self, temperature=self.temperature[rows], top_p=self.top_p[rows], top_k=self.top_k[rows])
 
 
 def uniforms(seeds: Sequence[int], count: int) -> np.ndarray:

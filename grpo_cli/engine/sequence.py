@@ -134,6 +134,7 @@ def bucket(rows: int) -> int:
 class Rows:
     """The inputs of a decode step: what its rows read, where they write, and how they sample. Tables are padded."""
 
+    drawing: Drawing
     tokens: Int[Tensor, "R"]
     positions: Int[Tensor, "R"]
     held: Int[Tensor, "R"]  # keys of their own before this step
@@ -143,7 +144,6 @@ class Rows:
     uniform: Float[Tensor, "R"]
     own: Int[Tensor, "R K"]
     prompt: Int[Tensor, "R P"]
-    drawing: Drawing
 
 
 class RunningBatch:
@@ -197,6 +197,4 @@ class RunningBatch:
             settings = [s.request.sampling for s in running]
             self._drawing = drawing_of([*settings, *settings[:1] * missing], self._device, self._natively)
         tables = self._own[columns[5], :own], self._prompts[columns[5], :prompt]
-        arrived = send(self._device, *columns, uniforms, *tables)
-        tokens, positions, held, write_to, seen, slots, uniform, own_table, prompt_table = arrived
-        return Rows(tokens, positions, held, write_to, seen, slots, uniform, own_table, prompt_table, self._drawing)
+        return Rows(self._drawing, *send(self._device, *columns, uniforms, *tables))

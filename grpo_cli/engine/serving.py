@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from grpo_cli.engine.admission import Admission
-from grpo_cli.engine.common import SequenceEngine, Tally
+from grpo_cli.engine.common import EngineParts, SequenceEngine, Tally
 from grpo_cli.engine.eviction import Budget, Dense
 from grpo_cli.engine.length_predictor import Predictor
 from grpo_cli.engine.samplers import Sampler
 from grpo_cli.engine.scheduling import Scheduler
-from grpo_cli.engine.sequence import Decode, Sequence, Status
+from grpo_cli.engine.sequence import Sequence, Status
 from grpo_cli.types import EngineStats, Finish, Request, Rollout
 
 Enough = Callable[[Rollout], bool]
@@ -26,8 +26,7 @@ class Serving:
 
     sequences: Seq[Sequence]
     enough: Enough | None
-    eos: Collection[int]
-    decode: Decode | None
+    parts: EngineParts
     tally: Tally
     running: list[Sequence] = field(default_factory=list)
     ended: list[tuple[Sequence, Rollout]] = field(default_factory=list)
@@ -38,7 +37,7 @@ class Serving:
         added."""
         if sequence.finish is None:
             sequence.append(token, logprob)
-            if sequence.ends(self.eos, self.decode):
+            if sequence.ends(self.parts.eos_token_ids, self.parts.decode):
                 self.end(sequence)
                 self.stopped = self.stopped or (self.enough is not None and self.enough(self.ended[-1][1]))
 
@@ -52,7 +51,6 @@ class ServingEngine(SequenceEngine):
     """Rollouts by another library, dense and in the scheduler's order. With stop strings, or `enough`, sequences end in
     the step that decides it."""
 
-    reads_stop_strings = True
     choice: ClassVar[str]  # of conf/engine
     _slots = 0
     _kv_bytes = 0
@@ -79,7 +77,7 @@ class ServingEngine(SequenceEngine):
             return
         details, parts = dict(self._start(requests)), self._parts
         sequences = [Sequence(index, request) for index, request in enumerate(requests)]
-        serving = Serving(sequences, enough, frozenset(parts.eos_token_ids), parts.decode, Tally(self._slots))
+        serving = Serving(sequences, enough, parts, Tally(self._slots))
         if predicts := self._predictor.prefix_tokens == 0:
             self._predict(sequences)
         admission, given = Admission(self._slots, parts.sampler.refills), 0

@@ -37,8 +37,6 @@ class TorchEngine(SequenceEngine):
     """Rollouts by the trainer's own modules. With float32 in C a rollout's bits depend only on its request, if
     `determinism.py` finds that possible, which `facts` reports."""
 
-    reads_stop_strings = True
-
     def __init__(
         self,
         parts: EngineParts,
@@ -121,7 +119,7 @@ class TorchEngine(SequenceEngine):
         prefix = self._prefix
         plan = generation.plan
         details = dict[str, float]()
-        if prefix and plan.is_bounded:
+        if prefix and self._parts.sampler.kv_budget is not None:
             self._warn_once("predictor=prefix predicts nothing under a sampler.kv_budget: use predictor=mean")
         try:
             if plan.prefix_blocks:

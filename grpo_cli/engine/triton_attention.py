@@ -95,7 +95,7 @@ def launch(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, page: int,
     own: Tensor, held: Tensor, write_at: Tensor, prompt: Tensor, seen: Tensor, scale: float,
 ) -> Tensor:  # fmt: skip
-    """Compute `paged_attention`; a row's keys are split between programs until there are about PROGRAMS."""
+    """Compute `attention.triton_attention`; a row's keys are split between programs until there are about PROGRAMS."""
     (rows, queries, dim), heads = q.shape, k.shape[1]
     q, k, v = (x if x.stride()[1:] == (dim, 1) else x.contiguous() for x in (q, k, v))
     splits = max(1, min(8, triton.next_power_of_2(-(-PROGRAMS // max(1, rows * heads)))))

@@ -179,7 +179,7 @@ class VllmEngine(ServingEngine):
         if self._llm is None:
             self._build(requests)
         if self._asleep:
-            give_back_cached(self._device)
+            give_back_cached()
         with self._answering("cannot take up its memory and weights"):
             if self._asleep:
                 self._llm.wake_up(tags=["weights"])
@@ -211,7 +211,7 @@ class VllmEngine(ServingEngine):
         rows, at_once = -(-longest // self._block), parts.rollouts_per_step or len(requests)
         self._slots = parts.sampler.slots_for(at_once, at_once)
         blocks = 1 + self._slots * rows  # vLLM keeps one block for itself
-        if (budget := parts.sampler.budget_for(block, rows * block)) is not None:
+        if (budget := parts.sampler.budget_for((1 + rows) * block)) is not None:
             blocks = budget // block
             self._slots = min(self._slots, (blocks - 1) // rows)
         kwargs: dict[str, Any] = {"max_model_len": self._limit(), "dtype": str(dtype).removeprefix("torch.")}
@@ -231,7 +231,7 @@ class VllmEngine(ServingEngine):
 
     def _share(self) -> float:
         """Return the share of the whole GPU that vLLM may take: it refuses to start if that much is not free."""
-        give_back_cached(self._device)
+        give_back_cached()
         others, free, total = held_by_others(self._device)
         if free <= MARGIN:
             found = f"{gib(free)} of the GPU's {gib(total)} are free, and other processes hold {gib(others)}"

@@ -77,11 +77,10 @@ def make_forward(
         return Padded(*words)
     if not train.native or device.type != "cpu":
         return PackedTrees(*words)
-    config = backbone(model).config
-    heads, queries = config.num_key_value_heads, config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // queries
+    attention = backbone(model).layers[0].self_attn
+    heads = attention.config.num_key_value_heads, attention.num_key_value_groups, attention.head_dim
     slower = "updates attend by PyTorch's kernel, which is slower: {}. To do without: train.native=false"
-    return PackedTrees(*words, tried(lambda: tree_attention_is_exact(heads, queries // heads, dim), slower, warn))
+    return PackedTrees(*words, tried(lambda: tree_attention_is_exact(*heads), slower, warn))
 
 
 def packs_rows(model: ModelSettings, device: torch.device, can_pack: bool) -> bool:

@@ -23,7 +23,7 @@ from grpo_cli.memory.planner import Planner, Values, process_size
 from grpo_cli.settings import CHUNK, OFFLOAD, PARK, RECOMPUTE, SLOTS, STATE, TOKENS, RunSettings
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import gib, shown
-from grpo_cli.support.memory import free_bytes, resident_bytes, total_bytes
+from grpo_cli.support.memory import free_bytes, total_bytes
 
 # What updates may do, the cheapest first; the micro-batch is the largest with which each of them fits.
 _FEWER_LOGITS, _RECOMPUTED, _OFFLOADED = {CHUNK: 128}, {RECOMPUTE: "full"}, {RECOMPUTE: "full", OFFLOAD: True}
@@ -52,8 +52,8 @@ class Fitted:
     lines: Sequence[str]
 
 
-def choose(run: Prepared[Any], typed: Set[str], say: Callable[[str], None]) -> tuple[str, ...]:
-    """Choose for a run on its own device, report it, and return the choices as overrides. UserError if nothing fits."""
+def choose(run: Prepared[Any], typed: Set[str], say: Callable[[str], None]) -> Values:
+    """Choose for a run on its own device, report it, and return what was chosen. UserError if nothing fits."""
     planner = Planner.of(run, run.device)
     planner.plan()  # loads libraries, which the program then holds
     workspace = process_size(run.device)
@@ -63,13 +63,12 @@ def choose(run: Prepared[Any], typed: Set[str], say: Callable[[str], None]) -> t
     if found.plan.peak > room:
         raise UserError("\n".join((*found.lines, *breakdown(planner, found.values))))
     say("\n".join(found.lines))
-    return tuple(f"{key}={shown(value)}" for key, value in found.values.items())
+    return found.values
 
 
-def room_of(settings: RunSettings, device: torch.device, workspace: int, warn: Callable[[str], None]) -> int:
-    """Return the bytes that the run may hold, the program's `workspace` among them. UserError for more than the machine
-    has; if less is free than was typed, what is free."""
-    held = resident_bytes() if device.type == "cpu" else workspace
+def room_of(settings: RunSettings, device: torch.device, held: int, warn: Callable[[str], None]) -> int:
+    """Return the bytes that the run may hold, those `held` by the program among them. UserError for more than the
+    machine has; if less is free than was typed, what is free."""
     given, free, whole = settings.fit_bytes, free_bytes(device) + held, total_bytes(device)
     if given is None:
         return int(OF_FREE * (free - held)) + held
@@ -107,9 +106,8 @@ def cheapest_fit(planner: Planner, room: int, typed: Set[str]) -> Fitted:
     if settings.fit == "none" or settings.resume is not None:
         name, may, planner = f"{TOKENS}=auto", frozenset({TOKENS}), updates
     waiting = {"sampler": "infinite"} if SLOTS in may and "slots" not in settings.parts["sampler"] else {}
-    values, is_enough = _cheapest(planner, updates, room, may, waiting)
-    if not is_enough:
-        least = planner.plan(values)
+    values = _cheapest(planner, updates, room, may, waiting)
+    if (least := planner.plan(values)).peak > room:
         enough = gib(1.005 * max(least.peak / MARGIN, least.peak + CPU_RESERVE)).replace(" ", "")  # rounded, not down
         line = f"{name}: at most {gib(room)} may be held, and the least that would do with what is typed is "
         return Fitted(values, least, [f"{line}{gib(least.peak)}: give fit={enough}, or leave out typed settings"])
@@ -121,10 +119,10 @@ def cheapest_fit(planner: Planner, room: int, typed: Set[str]) -> Fitted:
     return Fitted(values, plan, [*lines, *spare])
 
 
-def _cheapest(planner: Planner, updates: Planner, room: int, may: Set[str], waiting: Values) -> tuple[Values, bool]:
+def _cheapest(planner: Planner, updates: Planner, room: int, may: Set[str], waiting: Values) -> Values:
     """Return the first values that fit: the cheapest way in which updates fit with passes that are not small, then the
     most tokens of a pass and the most slots; if that does not do, with the optimizer's state parked, or offloaded.
-    Where nothing fits, return the values that take the least, and False."""
+    Where nothing fits, return the values that take the least."""
     ways, small = [way for way in _WAYS if way.keys() <= may], {TOKENS: FEW_TOKENS} if TOKENS in may else {}
     auto = planner.run.settings.train.micro_batch_tokens == AUTO
 
@@ -139,8 +137,8 @@ def _cheapest(planner: Planner, updates: Planner, room: int, may: Set[str], wait
             if key in may and ((auto and key == TOKENS) or not fits(values, of)):
                 values |= {**(waiting if key == SLOTS else {}), key: max(1, most(of, key, room, values))}
         if fits(values):
-            return values, True
-    return {**ways[-1], **elsewhere[-1], **waiting, **dict.fromkeys(may & {TOKENS, SLOTS}, 1)}, False
+            return values
+    return {**ways[-1], **elsewhere[-1], **waiting, **dict.fromkeys(may & {TOKENS, SLOTS}, 1)}
 
 
 def _with_slots(planner: Planner, room: int, may: Set[str], values: Values) -> tuple[Values, str, list[str]]:

@@ -37,24 +37,6 @@ def _phase(seconds: Sequence[float], tokens: int | None, peak: int) -> dict[str,
     return {**timed, "peak_bytes": peak}
 
 
-class PhasePeaks:
-    """Peak memory of each phase: called with the open spans at each transition (`Meter(on_phase=...)`)."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._open, self._peaks = device, tuple[str, ...](), dict[str, int]()
-
-    def __call__(self, names: tuple[str, ...]) -> None:
-        peak = peak_bytes(self._device)
-        start_peak(self._device)
-        self._peaks |= {name: max(self._peaks.get(name, 0), peak) for name in self._open}
-        self._open = names
-
-    def take(self) -> dict[str, int]:
-        """Return bytes by name of phase since the last `take`."""
-        peaks, self._peaks = self._peaks, {}
-        return peaks
-
-
 def measure(
     run: Prepared[ProfileRunSettings], say: Callable[[str], None], warn: Callable[[str], None]
 ) -> dict[str, Any]:
@@ -63,8 +45,15 @@ def measure(
     settings, wanted = run.settings, run.settings.profile
     if wanted.lengths == "full":
         settings = replace(settings, sampling=replace(settings.sampling, stop=()))
-    peaks = PhasePeaks(run.device)
-    meter = Meter(run.device, peaks)
+    peaks, opened = dict[str, int](), list[str]()
+
+    def note_peak(names: Sequence[str]) -> None:
+        peak = peak_bytes(run.device)  # of the spans that were open until now
+        start_peak(run.device)
+        peaks.update({name: max(peaks.get(name, 0), peak) for name in opened})
+        opened[:] = names
+
+    meter = Meter(run.device, note_peak)
     ends = {"eos_token_ids": (NEVER,)} if wanted.lengths == "full" else {}
     runtime = experiment.set_up(run, settings.model, span=meter.span, warn=warn, **ends)
     rules = replace(run.rules, advantage=partial(_never_all_equal, run.rules.advantage))
@@ -74,7 +63,7 @@ def measure(
     step, progress, seconds = Step(settings, parts), Progress(), defaultdict[str, list[float]](list)
     for number in range(-wanted.warmup, wanted.steps):
         if number == 0:
-            peaks.take()
+            peaks.clear()
         before = replace(progress)
         record = step.run(number + wanted.warmup, progress)
         times = meter.take()
@@ -84,12 +73,12 @@ def measure(
             seconds[name.removeprefix("time/")].append(taken)
     trained = progress.trained_tokens - before.trained_tokens
     tokens = dict.fromkeys(("old_logprobs", "ref_logprobs", "forward", "backward"), trained)
-    tokens["decode"], highest = progress.generated_tokens - before.generated_tokens, peaks.take()
+    tokens["decode"], highest = progress.generated_tokens - before.generated_tokens, dict(peaks)
     if wanted.eval and settings.eval.every > 0:
         with meter.span("eval"), step.learner.autocast():
-            evaluate_with(runtime, settings.eval, settings.sampling, settings.seed)
-        seconds["eval"], highest["eval"] = [meter.take()["time/eval"]], peaks.take()["eval"]
-        tokens["eval"] = runtime.engine.stats().generated_tokens
+            found = evaluate_with(runtime, settings.eval, settings.sampling, settings.seed)
+        seconds["eval"], highest["eval"] = [meter.take()["time/eval"]], peaks["eval"]
+        tokens["eval"] = found.stats.generated_tokens
     names = [name for name in (*PHASES[:-1], "rest", "step", "eval") if name in seconds]
     phases = {name: _phase(seconds[name], tokens.get(name), highest.get(name, 0)) for name in names}
     fullest = max((name for name in names if name in PHASES), key=lambda name: highest.get(name, 0))

@@ -19,7 +19,7 @@ from grpo_cli.memory.allocations import ACTIVATIONS, LOGITS
 from grpo_cli.memory.shapes import ShapeModel, Sizes
 from grpo_cli.model.checkpointing import stored_bytes
 from grpo_cli.settings import Sampling
-from grpo_cli.support.memory import is_little
+from grpo_cli.support.memory import little_bytes
 from grpo_cli.types import Prompt, Request
 
 WEIGHTS, REFERENCE, OPTIMIZER, GRADIENTS = "weights", "reference", "optimizer", "gradients"
@@ -78,12 +78,14 @@ class StepShape:
     reference: bool = False
     second_model: bool = True  # for the reference; else it is the model without its adapters
     optimizer: int = 0  # bytes
+    average: int = 0  # of them, those of correction.prox=ewma, which are never parked
     parks: bool = False  # the optimizer's state is elsewhere until the first update
     workspace: int = 0  # bytes of the process without the run
 
     def with_n(self, n: int) -> StepShape:
         m = n if self.m == self.rollouts.n else min(self.m, n)
-        return replace(self, rollouts=replace(self.rollouts, n=n), m=m)
+        of = self.logprobs_of and (n if self.logprobs_of == self.rollouts.n else m)  # which is 0, m or n
+        return replace(self, rollouts=replace(self.rollouts, n=n), m=m, logprobs_of=of)
 
     @property
     def tokens_of_update(self) -> int:
@@ -136,7 +138,7 @@ def plan(model: ShapeModel, step: StepShape) -> MemoryPlan:
             **sizes,
             WEIGHTS: model.weights,
             REFERENCE: model.weights if step.reference and step.second_model else 0,
-            OPTIMIZER: 0 if step.parks and phase not in UPDATE else step.optimizer,
+            OPTIMIZER: step.average if step.parks and phase not in UPDATE else step.optimizer,
             ACTIVATIONS: sizes.get(ACTIVATIONS, 0) + (model.dequantised if phase != "optimizer" else 0),
             WORKSPACE: step.workspace + kept + (_BY_ONEDNN if model.on_cpu and model.dtype == torch.bfloat16 else 0),
         }
@@ -152,7 +154,7 @@ def _update(model: ShapeModel, step: StepShape) -> dict[str, Sizes]:
     """Predict an update: gradients appear in the backward of its first pass and exist in later ones."""
     every = step.tokens_of_update
     tokens = step.in_a_pass(every)
-    spares = not model.on_cpu or not is_little(model.layers * stored_bytes(model.config, tokens))
+    spares = not model.on_cpu or model.layers * stored_bytes(model.config, tokens) > little_bytes()
     lines, some = model.train_lines(step.chunk, spares), min(step.chunk, tokens)
 
     def moments(layers: int, gradients: int) -> list[dict[str, int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from types import MappingProxyType
@@ -58,13 +58,13 @@ class Planner:
         def shapes(recompute: str, offload: bool) -> ShapeModel:
             return ShapeModel(replace(model, gradient_checkpointing=recompute, offload_activations=offload), device)
 
+        own = shapes(model.gradient_checkpointing, model.offload_activations)
         built = run.factories.engine_parts(settings.seed)
-        m = min(settings.m, settings.n)
-        old_logprobs_first = is_needed_first(correction, train, model.lora.dropout > 0)
+        needed = is_needed_first(correction, train, model.lora.dropout > 0)
         corrects_all = correction.rejects and pass_before(correction.prox, True)
         step = StepShape(
             rollouts=rollouts,
-            m=m,
+            m=settings.m,
             sampler=built["sampler"] if uses_torch_engine(run.factories) else None,
             sparsity=built["sparsity"],
             evaluation=evaluation,
@@ -75,10 +75,11 @@ class Planner:
             pauses=(settings.parts["task"].get("turns") or 1) > 1,
             packed=bool(settings.parts["engine"].get("packed_weights")),
             minibatches=train.minibatches,
-            logprobs_of=settings.n if corrects_all else m if pass_before(correction.prox, old_logprobs_first) else 0,
+            logprobs_of=settings.n if corrects_all else settings.m if pass_before(correction.prox, needed) else 0,
             reference=run.rules.loss.needs_reference,
             second_model=not model.holds_reference,
-            optimizer=_optimizer_bytes(settings, shapes(model.gradient_checkpointing, model.offload_activations)),
+            optimizer=_optimizer_bytes(settings, own),
+            average=own.of_all_layers(lambda one: average_bytes(trained(one), correction.prox)),
             parks=settings.optim.park and device.type != "cpu",
             workspace=workspace,
         )
@@ -170,12 +171,10 @@ def _workloads(run: Prepared[Any]) -> tuple[Workload, Workload | None]:
         picked = Epochs(train, settings.train.prompts, settings.seed).pick(0, min(count, len(train)), frozenset())
         asked = [len(prompt.token_ids) for prompt in picked]
         examined = [len(held_out[i].token_ids) for i in range(min(settings.eval.problems, len(held_out)))]
-
-    def work(lengths: Sequence[int], n: int) -> Workload:
-        return Workload(tuple(lengths), n, settings.sampling.max_new_tokens)
-
+    longest = settings.sampling.max_new_tokens
     wanted = getattr(getattr(settings, "profile", None), "eval", True) and settings.eval.every > 0
-    return work(asked, settings.n), work(examined, 1 + settings.eval.k) if wanted else None  # one greedy, k sampled
+    exam = Workload(tuple(examined), 1 + settings.eval.k, longest) if wanted else None  # one greedy, k sampled
+    return Workload(tuple(asked), settings.n, longest), exam
 
 
 def _unread(run: Prepared[Any]) -> bool:

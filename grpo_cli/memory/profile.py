@@ -38,21 +38,17 @@ _COLUMNS = ("phase", "seconds", "", "share", "tokens/s", "peak", "predicted", "r
 _SLOTS = "rollouts: {decode_steps:.0f} decode steps in {slots:.0f} slots, {slot_utilisation:.0%} of them busy"
 
 
-def fast_when_planned(word: bool | str) -> bool | None:
-    """Return True if the GPU of `profile.for_gpu` computes bfloat16 faster than float32; None without one."""
-    return None if word is False else word != "t4"
-
-
 def profile(run: Prepared[ProfileRunSettings], typed: Sequence[str], say: Say, warn: Say, console: Console) -> int:
     """Choose what `fit` would, measure unless only a plan is wanted, write `profile.json`, show it; return the peak."""
     settings, wanted = run.settings, run.settings.profile
     if wanted.lengths != "natural" and not experiment.uses_torch_engine(run.factories):
         raise UserError(f"profile.lengths={wanted.lengths} forces lengths, which only engine=torch can do")
     device = torch.device("cuda") if wanted.for_gpu else run.device
-    there = free_bytes if settings.fit == "auto" else total_bytes
-    room = settings.fit_bytes or int(GPUS.get(str(wanted.for_gpu), 0)) or there(device)
     say("planning: a few seconds")
-    planner, values = Planner.of(run, device, process_size(device)), AS_IT_IS
+    workspace = process_size(device)
+    if not (room := settings.fit_bytes or int(GPUS.get(str(wanted.for_gpu), 0))):
+        room = free_bytes(device) + workspace if settings.fit == "auto" else total_bytes(device)
+    planner, values = Planner.of(run, device, workspace), AS_IT_IS
     if settings.fit != "none" or settings.train.micro_batch_tokens == AUTO:
         fitted = fit.cheapest_fit(planner, fit.within(room, device), {key_of(word) for word in typed})
         values = fitted.values

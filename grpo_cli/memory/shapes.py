@@ -33,7 +33,6 @@ from grpo_cli.support.errors import UserError
 from grpo_cli.support.memory import storage_bytes
 
 Sizes = Mapping[str, int]  # bytes by kind
-LAYERS = (1, 2)  # of the two models that are run
 # Bits of a weight in NF4: 4, plus an 8-bit scale per 64 weights and a 32-bit one per 256 scales (arXiv 2305.14314, 3).
 BITS = {"none": None, "8bit": 8.0, "4bit": 4 + 8 / 64 + 32 / (64 * 256)}
 _ATTENTION = "grpo_shapes"
@@ -55,14 +54,13 @@ AttentionMaskInterface.register(_ATTENTION, lambda *args, **options: None)
 
 @dataclass(frozen=True)
 class Affine:
-    """Bytes by kind for L layers and T tokens, linear in each, from those of `LAYERS` and of two numbers of tokens."""
+    """Bytes by kind for L layers and T tokens, linear in each, from 1 and 2 layers, `tokens` and twice as many."""
 
-    tokens: tuple[int, int]
+    tokens: int
     found: Sequence[Sequence[Sizes]]  # by layers, then by tokens
 
     def __call__(self, layers: int, tokens: int) -> dict[str, int]:
-        depth = (layers - LAYERS[0]) / (LAYERS[1] - LAYERS[0])
-        length = (tokens - self.tokens[0]) / (self.tokens[1] - self.tokens[0])
+        depth, length = layers - 1, (tokens - self.tokens) / self.tokens
 
         def at(kind: str) -> int:
             (a, b), (c, d) = ([sizes.get(kind, 0) for sizes in row] for row in self.found)
@@ -92,7 +90,7 @@ class ShapeModel:
         dim = getattr(self.config, "head_dim", None) or self.config.hidden_size // heads
         self.layout = KvLayout(self.layers, kv_heads, dim, self.dtype, group=heads // kv_heads)
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._models = [self._made(layers) for layers in LAYERS]
+        self._models = [self._made(layers) for layers in (1, 2)]
         self.train_lines = cache(self._train_lines)
 
     def _made(self, layers: int) -> Any:
@@ -109,7 +107,7 @@ class ShapeModel:
     def of_all_layers(self, count: Callable[[Any], int | float]) -> int:
         """Extrapolate a number that is affine in layers."""
         few, many = map(count, self._models)
-        return int(few + (many - few) * (self.layers - LAYERS[0]))
+        return int(few + (many - few) * (self.layers - 1))
 
     @cached_property
     def gradients(self) -> int:
@@ -158,15 +156,14 @@ class ShapeModel:
     @cached_property
     def line_without_gradients(self) -> Affine:
         """The memory of the layers, one after the other."""
-        tokens = 2048, 4096
-        found = [self._pass(self._models[0], count, None, True)[0] for count in tokens]
-        return Affine(tokens, [found, found])
+        found = [self._pass(self._models[0], tokens, None, True)[0] for tokens in (2048, 4096)]
+        return Affine(2048, [found, found])
 
     def _train_lines(self, chunk: int, spares: bool) -> list[Affine]:
         """Return the parts of a forward and backward pass: layers, head, back through the head, the layers, the
         embedding. Gradients of an earlier pass are there."""
-        tokens = max(2048, 4 * chunk), max(4096, 8 * chunk)
-        found = [[self._pass(model, count, chunk, spares) for count in tokens] for model in self._models]
+        tokens = max(2048, 4 * chunk)
+        found = [[self._pass(model, count, chunk, spares) for count in (tokens, 2 * tokens)] for model in self._models]
         return [Affine(tokens, part) for part in zip(*(zip(*row, strict=True) for row in found), strict=True)]
 
     def _pass(self, model: Any, tokens: int, chunk: int | None, spares: bool) -> list[Sizes]:

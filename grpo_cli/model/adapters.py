@@ -73,7 +73,7 @@ def made_anew(settings: ModelSettings) -> ModelSettings:
     """Return settings that make new adapters of the saved ones' shape: for plans, which read no weights."""
     if settings.adapter is None:
         return settings
-    saved = read_config(Path(settings.adapter).expanduser())
+    saved = _lora_config(settings.adapter)
     if isinstance(names := saved["target_modules"], str):
         raise UserError(f"model.adapter={settings.adapter}: no plan of layers that {names!r} matches; leave fit out")
     lora = replace(settings.lora, rank=saved["r"], dora=bool(saved.get("use_dora")), targets=tuple(names))
@@ -84,9 +84,7 @@ def _with_saved(model: Any, place: str, lora: LoraSettings) -> Any:
     folder = Path(place).expanduser()
     if not has_adapters(folder) or not (folder / WEIGHTS).is_file():
         raise UserError(f"model.adapter={place} holds no adapters: it lacks {CONFIG} or {WEIGHTS}")
-    saved = read_config(folder)
-    if saved.get("peft_type", "LORA") != "LORA" or any(map(saved.get, _IMPORTS)):
-        raise UserError(f"model.adapter={place}: only LoRA is supported, without {' and '.join(_IMPORTS)} in {CONFIG}")
+    saved = _lora_config(place)
     for name, key in (("rank", "r"), ("dora", "use_dora"), ("rslora", "use_rslora")):
         if (wanted := getattr(lora, name)) and saved.get(key) != wanted:
             raise UserError(f"model.adapter={place} was saved with {key}={saved.get(key)}: leave model.lora.{name} out")
@@ -94,6 +92,14 @@ def _with_saved(model: Any, place: str, lora: LoraSettings) -> Any:
         config = peft.PeftConfig.from_pretrained(str(folder))
         config.lora_dropout = lora.dropout  # of the updates, not of the adapters
         return peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True, config=config)
+
+
+def _lora_config(place: str) -> dict[str, Any]:
+    """Return the config of saved adapters. UserError for others than LoRA, and for what would have PEFT import."""
+    saved = read_config(Path(place).expanduser())
+    if saved.get("peft_type", "LORA") != "LORA" or any(map(saved.get, _IMPORTS)):
+        raise UserError(f"model.adapter={place}: only LoRA is supported, without {' and '.join(_IMPORTS)} in {CONFIG}")
+    return saved
 
 
 def merge_adapters(model: Any) -> Any:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from grpo_cli.model.anatomy import backbone, without_mask
 from grpo_cli.native.ops import tree_attention
-from grpo_cli.support.memory import give_back_freed, is_little
+from grpo_cli.support.memory import give_back_freed, little_bytes
 
 Hooks = Callable[[], AbstractContextManager[Any]]  # a factory of `saved_tensors_hooks`
 _AT_MOST_FREED = 1 << 27  # bytes kept or used before freed memory is returned to the system
@@ -81,7 +81,7 @@ class _Checkpoint:
     def __call__(self, layer: Callable[..., Tensor], hidden: Tensor, *args: Any) -> Tensor:
         stored, little = stored_bytes(self.config, hidden.numel() // self.config.hidden_size), self.keeps_little
         on_cpu = self.elementwise and hidden.device.type == "cpu"
-        if on_cpu and (is_little(stored * self.config.num_hidden_layers) if little is None else not little):
+        if on_cpu and (stored * self.config.num_hidden_layers <= little_bytes() if little is None else not little):
             return layer(hidden, *args)
         with self.hooks():  # the checkpoint's own hooks are inside these
             out = self.run(layer, hidden, *args)

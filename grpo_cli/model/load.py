@@ -183,13 +183,13 @@ def source_of(path: str) -> Path | str:
     if path == TINY:
         return Path(str(files("grpo_cli.model") / "tiny"))
     folder = Path(path).expanduser()
-    if folder.is_dir():
+    if path and folder.is_dir():
         if (folder / "config.json").is_file():
             return folder
         if has_adapters(folder):
             raise UserError(f"model.path={path} holds adapters: set model.adapter={path} model.path={base_of(folder)}")
         raise UserError(f"model folder {folder} has no config.json; model.path needs a folder saved by transformers")
-    if path.startswith((".", "/", "~")) or path.count("/") > 1 or folder.exists() or not path:
+    if path.startswith((".", "/", "~")) or path.count("/") > 1 or folder.exists():
         way_out = "give a folder saved by transformers, or a hub id such as Qwen/Qwen2.5-0.5B-Instruct"
         raise UserError(f"model.path={path} is not a folder here: {way_out}")
     with _reading(path, "config.json"):  # at once: `transformers` tries again for most of a minute

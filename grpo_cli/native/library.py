@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from grpo_cli.support.terminal import to_stderr
+from grpo_cli.support.threads import computing_with
 
 SOURCES = Path(__file__).parent
 COMPILERS = ("cc", "gcc", "clang")
@@ -93,12 +94,9 @@ def _compiled(compiler: str, threads: bool, source: Path) -> ctypes.CDLL:
 
 
 def _has_our_threads(made: ctypes.CDLL) -> bool:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(threads + 1)
-    try:
-        return bool(made.omp_get_max_threads() == threads + 1)
-    finally:
-        torch.set_num_threads(threads)
+    threads = torch.get_num_threads() + 1
+    with computing_with(threads):
+        return bool(made.omp_get_max_threads() == threads)
 
 
 def _cache() -> Path | None:

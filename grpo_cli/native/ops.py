@@ -140,7 +140,6 @@ def flat(trees: Trees) -> list[int]:
     return [number for sizes in trees for number in (len(sizes), *sizes)]
 
 
-@lru_cache(maxsize=1)  # every layer of a pass has the same
 def unflat(numbers: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     """Invert `flat`."""
     trees, at = [], 0
@@ -149,7 +148,7 @@ def unflat(numbers: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     return tuple(trees)
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=1)  # every layer of a pass has the same
 def _tables(numbers: tuple[int, ...]) -> tuple[tuple[ctypes.Array[Any], ...], int]:
     """Return each tree's first span, the spans' sizes and each tree's first token; and the most keys that one sees."""
     trees = unflat(numbers)

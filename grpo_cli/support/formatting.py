@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
 from typing import Any
 
 
 def is_a(kind: Any, value: Any) -> bool:
     """True if the value has this YAML type: true is not a number, but a whole number is a float."""
-    if isinstance(value, bool):
-        return kind is bool
-    return isinstance(value, (int, float) if kind is float else kind)
+    return not isinstance(value, bool) and isinstance(value, (int, float) if kind is float else kind)
 
 
 def shown(value: Any) -> str:
@@ -20,21 +17,12 @@ def shown(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def sparkline(values: Sequence[float]) -> str:
-    """Return the values as bars of eight heights over their range, non-finite ones as gaps."""
-    finite = [value for value in values if math.isfinite(value)]
-    low, span = min(finite, default=0.0), max(finite, default=0.0) - min(finite, default=0.0)
-    shares = [(value - low) / span if span else 3 / 7 for value in finite]
-    bars = iter("▁▂▃▄▅▆▇█"[round(7 * share)] for share in shares)
-    return "".join(next(bars) if math.isfinite(value) else " " for value in values)
-
-
 def short(value: float | int) -> str:
     """Return a compact number: 0.512, 38, 5.3k, 1.2M."""
     if not math.isfinite(value):
         return str(value)
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= limit:
+        if abs(value) >= 0.9995 * limit:  # it rounds to the unit
             return f"{value / limit:.1f}{unit}"
     return f"{value:.0f}" if value == int(value) else f"{value:.3g}"
 

@@ -44,11 +44,9 @@ def pass_at_k(correct: int, n: int, k: int) -> float:
 def wilson_interval(successes: float | int, n: float | int) -> tuple[float, float]:
     """Return the 95% score interval of a share (Wilson 1927): inside [0, 1] and of sensible width even at 0 and at n.
 
-    `n` may be an effective number of trials and need not be whole. Without trials nothing is known: (0, 1).
+    `n` may be an effective number of trials and need not be whole.
     """
-    assert 0 <= successes <= n, (successes, n)
-    if n == 0:
-        return 0.0, 1.0
+    assert 0 <= successes <= n != 0, (successes, n)
     share, z2 = successes / n, NORMAL_95**2
     centre = (share + z2 / (2 * n)) / (1 + z2 / n)
     half = NORMAL_95 / (1 + z2 / n) * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n))
@@ -65,8 +63,6 @@ def mean_interval(values: Sequence[float], trials: int = 1) -> tuple[float, floa
     for at most (the samples per problem); it bounds how certain nearly equal values can make us, and 1 is safe.
     """
     n = len(values)
-    if n == 0:
-        return 0.0, 1.0
     share = math.fsum(values) / n
     coin, spread = share * (1 - share), math.fsum((value - share) ** 2 for value in values) / n
     if coin == 0:

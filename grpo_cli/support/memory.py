@@ -30,13 +30,9 @@ _KEPT, _KEPT_OF_ROOM = 1 / 32, 1 / 2
 _room: int | None = None  # that the user has given this process
 
 
-def is_little(nbytes: int) -> bool:
-    """True if it is little of the memory that this process may use: of the machine, its control groups, and what
-    the user has given it."""
-    return nbytes <= _may_keep()
-
-
-def _may_keep() -> int:
+def little_bytes() -> int:
+    """Return what is little of the memory that this process may use: of the machine, its control groups, and what the
+    user has given it."""
     return int(min(_KEPT * _host_bytes(), _KEPT_OF_ROOM * (_room or _host_bytes())))
 
 
@@ -53,7 +49,7 @@ def keep_freed(room: int | None) -> None:
     if (set_option := _of_glibc("mallopt")) is not None:
         trim_threshold, mmap_threshold = -1, -3  # malloc.h
         set_option(mmap_threshold, 32 << 20)
-        set_option(trim_threshold, min(_may_keep(), 2**31 - 1))
+        set_option(trim_threshold, min(little_bytes(), 2**31 - 1))
 
 
 def give_back_freed(all_of_it: bool = True) -> None:
@@ -62,7 +58,7 @@ def give_back_freed(all_of_it: bool = True) -> None:
     trim, info = _of_glibc("malloc_trim"), _of_glibc("mallinfo2")
     if info is not None and not all_of_it:
         info.restype = _MallInfo
-    if trim is not None and (all_of_it or info is None or not is_little(info().free)):
+    if trim is not None and (all_of_it or info is None or info().free > little_bytes()):
         trim(0)
 
 
@@ -121,8 +117,7 @@ def resident_bytes() -> int:
 def peak_bytes(device: torch.device | str = "cpu") -> int:
     """Return the peak bytes so far: allocated on a GPU, else resident in this process (on Linux; elsewhere those that
     are resident now)."""
-    device = torch.device(device)
-    if device.type == "cuda":
+    if torch.device(device).type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     # Preferred to `ru_maxrss`, which a process inherits from its parent: a small run started by a large program would
     # report the large one's peak.
@@ -151,11 +146,6 @@ def held_by_others(device: torch.device) -> tuple[int, int, int]:
     return max(0, total - free - torch.cuda.memory_reserved(device) - CUDA_CONTEXT_BYTES), free, total
 
 
-def part_of_gpu(share: float, total: int) -> float:
-    """Return the fraction of a GPU's memory that PyTorch may allocate in one of 1 / `share` processes on it."""
-    return share if share == 1 else max(0.0, share - CUDA_CONTEXT_BYTES / total)
-
-
 def expand_segments() -> None:
     """Make the CUDA allocator grow its segments in place, unless the user has configured it: the freed parts of growing
     blocks, such as the cache's, could not serve larger ones (PyTorch, "CUDA semantics")."""
@@ -163,11 +153,10 @@ def expand_segments() -> None:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
-def give_back_cached(device: torch.device) -> None:
-    """Return the allocator's cached memory to the GPU, for other users of it."""
+def give_back_cached() -> None:
+    """Return the allocator's cached memory to the GPU, if there is one, for other users of it."""
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -6,7 +6,7 @@ import shlex
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_cli.support import terminal as screen
-from grpo_cli.support.formatting import duration, gib, plain, short, sparkline
+from grpo_cli.support.formatting import duration, gib, plain, short
 from grpo_cli.types import Record
 
 PLAIN_SECONDS = 10.0  # between step lines of a plain run
@@ -181,8 +181,7 @@ class ConsoleTracker:
         seen, rows = self._metrics, dict[str, str]()
         if self._rewards:
             parts = np.array_split(self._rewards, min(HISTORY, len(self._rewards)))  # of the whole run
-            spark = "  " + sparkline([float(part.mean()) for part in parts])
-            rows["reward"] = f"{self._rewards[-1]:.3f}" + spark * bars
+            rows["reward"] = f"{self._rewards[-1]:.3f}  " + _sparkline([float(part.mean()) for part in parts]) * bars
         if "eval/accuracy" in seen:
             rows["eval accuracy"] = _accuracy(seen)
         for label, name, text in FACTS:
@@ -192,6 +191,12 @@ class ConsoleTracker:
         slowest = sorted(phases.keys() - PARTS, key=lambda name: -phases[name])
         rows |= {"time": "  ".join(f"{name} {phases[name]:.2f} s" for name in slowest)} if slowest else {}
         return rows | {label: plain(self._completions[label]) for label in sorted(self._completions)}
+
+
+def _sparkline(values: Sequence[float]) -> str:
+    """Return the values as bars of eight heights over their range."""
+    low, span = min(values), max(values) - min(values)
+    return "".join("▁▂▃▄▅▆▇█"[round(7 * (value - low) / span) if span else 3] for value in values)
 
 
 def step_line(record: Record, total: int, left: float | None) -> str:

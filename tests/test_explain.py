@@ -93,6 +93,7 @@ def test_a_help_page_is_of_the_choices_that_stand_beside_it() -> None:
 EXPLAINED = {
     "sampler": ("\nsampler=full      (the default) All rollouts", "conf/sampler/"),
     "sampler=infinite": ("\nsampler.slots=null  ", "(conf/sampler/infinite.yaml)"),
+    "search": ("search=none", "(the default)"),
     "experiment=pods_arithmetic": ("\ntrain.prompts=8 ",),
     "loss.clip_high": ("loss.clip_high=0.2 ", "How far it may rise", "loss.clip_high=4.0 ", "loss.clip_high=0.28"),
     "loss.aggregation": ("loss.aggregation=token ", "conf/loss/dapo.yaml:"),

@@ -52,6 +52,7 @@ task.reward=os:system
 ++hydra.job.env_set.PYTHONINSPECT=1
 hydra.callbacks.x._target_=os.mkdir
 hydra.searchpath=[file://evil]
+collector.path=/etc
 hydra.launcher._target_=os.mkdir
 hydra.launcher.python=/tmp/evil
 hydra.launcher.setup=[evil]

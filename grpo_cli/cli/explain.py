@@ -64,7 +64,7 @@ def _meanings(name: str) -> Rows:
     and what TRL and verl mean by it."""
     found = [row for key, rows in _settings().items() if f".{name}." in f".{key}." for row in rows.items()]
     if name in _groups():
-        default = read_command("train").choices.get(name)
+        default = {**read_command("eval").choices, **read_command("train").choices}.get(name)
         yield f"{name}:", f"a group of settings; grpo explain {name}=<choice> lists those of one (conf/{name}/)"
         for one in choices(name):
             yield f"{name}={marked(name, one)}", "(the default) " * (one == default) + read_choice(name, one).about

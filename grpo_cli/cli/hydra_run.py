@@ -139,7 +139,7 @@ def _show(sweep: Sweep) -> None:
     """Print the evaluations or profiles of a sweep side by side, and its summary. UserError if no job can be run."""
     from grpo_cli.report.side_by_side import show_evaluations, show_profiles
 
-    done = [(job.label, job.folder) for job in sweep.done()]
+    done = [(job.label, job.folder) for job, status in sweep.states.items() if status.state == "done"]
     if done and sweep.command != "train":
         (show_evaluations if sweep.command == "eval" else show_profiles)(done)
     typer.echo(sweep.summary())

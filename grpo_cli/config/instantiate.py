@@ -126,7 +126,7 @@ def factory(group: str, part: Mapping[str, Any]) -> Factory:
     settings, takes = {word: value for word, value in part.items() if word not in _NO_ARGUMENTS}, _takes(code)
     hints = {word: hint for word, hint in (takes or {}).items() if word in settings}
     kind = dataclasses.make_dataclass("PartSettings", hints.items(), bases=(Strict,), kw_only=True)
-    checked = {word: value for word, value in settings.items() if takes is not None or word in hints}
+    checked = {} if takes is None else settings
     return Factory(group, part, code, settings | vars(read(kind, checked, key=group)))
 
 

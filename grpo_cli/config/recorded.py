@@ -98,7 +98,7 @@ def _kept(command: str, record: RunRecord, replaced: Set[str]) -> dict[str, Any]
 def _as_override(kept: Mapping[str, Any], word: str) -> list[str]:
     """Return an override as recorded settings take it: `+key=` may find its key there, and `~key` nothing."""
     key = key_of(word)
-    if word[0] not in "+~" or key.partition(".")[0] not in kept:
+    if not word.startswith(("+", "~")) or key.partition(".")[0] not in kept:
         return [word]
     if word[0] == "+":
         return [f"++{word.lstrip('+')}"]

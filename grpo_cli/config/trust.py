@@ -23,7 +23,10 @@ _GROUPS = {*groups_of("train"), *groups_of("eval")}
 # What may only name code of the current directory, what may only lead to below it, and what is always typed again:
 # references that Hydra resolves by code are.
 _CODE = re.compile(r"[^=]*(\._|@).*|task\.(reward|environment|tools)=.*:.*", re.S)
-_FILE = re.compile(r"(task\.((eval_)?path|judge\.prompt)|train\.warmup_path)=.*", re.S)
+_FILE = re.compile(
+    r"(task\.((eval_)?path|judge\.prompt)|train\.warmup_path|collector\.path|predictor\.lengths|advantage\.answers)=.*",
+    re.S,
+)
 _TYPED = re.compile(
     r"(?!hydra(\.launcher\.(jobs|gpus)|/(launcher|sweeper))=[\w-]+\Z)hydra[./].*|engine\.(address|options).*"
     r"|logger\.(?!(name|group|tags|mode)=).*|task\.judge\.(key|base_url)=.*|.*\.trust_remote_code=.*"

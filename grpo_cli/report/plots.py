@@ -12,7 +12,6 @@ import numpy as np
 from grpo_cli.report.compare import Arm, Comparison
 from grpo_cli.report.curves import AXES, SERIES, accuracy_label, interval, mean_curve
 from grpo_cli.report.overview import overview
-from grpo_cli.support.formatting import short
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -75,7 +74,7 @@ def _figure(comparison: Comparison, panels: Sequence[tuple[str, str, str]]) -> F
             panel.axhline(comparison.target, color="black", ls="--", lw=0.8, label=words)
         panel.set_xlim(left=0)
         panel.locator_params("x", integer=axis == "step")
-        panel.xaxis.set_major_formatter(lambda value, _: short(value).replace(".0", ""))
+        panel.xaxis.set_major_formatter(_tick)
         named |= {label: handle for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)}
     named = dict(sorted(named.items(), key=lambda pair: pair[0].startswith(BAND)))  # after the arms
     lines = [line for label in named for line in label.split("\n")]
@@ -104,6 +103,16 @@ def _draw(panel: Axes, arm: Arm, axis: str, metric: str, colour: str, marker: st
     name = _broken(f"{arm.label}, not averaged")
     for curve in [run.curve for run in arm.others if is_accuracy and run.curve.steps]:
         panel.plot(curve.axes[axis], curve.values, color=colour, lw=1.0, ls=":", label=name)
+
+
+def _tick(value: float, _: Any) -> str:
+    """Return a number of an axis with all its digits.
+
+    >>> _tick(0.05, 0), _tick(250, 0), _tick(1250, 1), _tick(2e6, 2)
+    ('0.05', '250', '1.25k', '2M')
+    """
+    size, unit = next((pair for pair in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if abs(value) >= pair[0]), (1.0, ""))
+    return f"{value / size:g}{unit}"
 
 
 def _broken(label: str) -> str:

@@ -62,13 +62,10 @@ def _flat(value: Any, name: str) -> Iterator[tuple[str, Setting]]:
     if isinstance(value, dict):
         for key, item in value.items():
             yield from _flat(item, f"{name}.{plain(key)}" if name else plain(key))
-    else:
-        yield name, _setting(json.dumps(value, default=str).replace('"', "") if isinstance(value, list) else value)
-
-
-def _setting(value: Any) -> Setting:
-    """Return a setting, text as one printable line."""
-    return value if value is None or isinstance(value, int | float) else plain(value)
+    elif isinstance(value, list):
+        yield name, plain(json.dumps(value, default=str).replace('"', ""))
+    else:  # text as one printable line
+        yield name, value if value is None or isinstance(value, int | float) else plain(value)
 
 
 def _override(word: str) -> tuple[str, Setting]:

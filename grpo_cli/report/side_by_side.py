@@ -53,7 +53,8 @@ def show_profiles(profiles: Sequence[tuple[str, Path]]) -> None:
         measured, peak, figures = found["measured"], (found["measured"] or found["predicted"])["peak"], [NOTHING] * 4
         if measured is not None:
             phases, engine = measured["phases"], measured["engine"]
-            figures = [f"{phases['step']['seconds_median']:.2f}", f"{phases['decode']['tokens_per_second']:,.0f}"]
+            speed = phases.get("decode", {}).get("tokens_per_second")  # one token needs no decode step
+            figures = [f"{phases['step']['seconds_median']:.2f}", f"{speed:,.0f}" if speed else NOTHING]
             figures += [f"{engine['engine/slot_utilisation']:.0%}", gib(engine["engine/kv_peak_bytes"])]
         rows.append((name, *figures, gib(peak["bytes"]), peak["phase"]))
     columns = ("job", "s/step", "tokens/s", "slots busy", "KV cache", "peak", "peak in")

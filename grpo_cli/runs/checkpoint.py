@@ -89,8 +89,7 @@ def clear_leftovers(run_dir: Path) -> None:
 def load_state(folder: Path) -> dict[str, Any]:
     """Return the trainer state of a checkpoint, its tensors on the CPU. Runs no code from the file."""
     with damaged(folder):
-        state: dict[str, Any] = torch.load(folder / TRAINER_STATE, weights_only=True, map_location="cpu")
-        return state
+        return torch.load(folder / TRAINER_STATE, weights_only=True, map_location="cpu")
 
 
 def damaged(folder: Path) -> AbstractContextManager[None]:

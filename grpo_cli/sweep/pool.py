@@ -97,11 +97,10 @@ class Pool:
             self._running.remove(one)
             self._free.append(one.place)
             before, code = self.states[one.job], one.process.returncode
-            state, reason = "done", failure(code, one.job.folder)
-            if reason is not None:
-                state, reason = (
-                    ("waiting", "the sweep was stopped while it ran") if self.stopped else ("failed", reason)
-                )
+            reason = failure(code, one.job.folder)
+            state = "done" if reason is None else "failed"
+            if reason is not None and self.stopped:
+                state, reason = "waiting", "the sweep was stopped while it ran"
             seconds = round((before.seconds or 0.0) + time.monotonic() - one.began, 3)
             self._note(one.job, replace(before, state=state, reason=reason, exit_code=code, seconds=seconds))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from grpo_cli.config.overrides import quoted, value_of
+from grpo_cli.config.overrides import key_of, quoted, value_of
 from grpo_cli.config.trust import taken
 from grpo_cli.runs.files import read_object
 from grpo_cli.runs.layout import CHECKPOINTS, MULTIRUN, RUN, SWEEP
@@ -55,10 +55,6 @@ class Sweep:
         """Return how many jobs are in each state."""
         return Counter(status.state for status in self.states.values())
 
-    def done(self) -> list[Job]:
-        """Return the jobs that are done."""
-        return [job for job, status in self.states.items() if status.state == "done"]
-
     def summary(self) -> str:
         """Return how it ended, and how to continue it."""
         counts = self.counts()
@@ -87,7 +83,7 @@ def started_with(command: str, own: Sequence[str]) -> list[str]:
     line. Those that an untrusted folder may not set have to be among `own` (`config.trust`)."""
     named = value_of("hydra.sweep.dir", own)
     newest = max(MULTIRUN.glob(f"*/{SWEEP}"), key=lambda path: path.stat().st_mtime, default=MULTIRUN / SWEEP).parent
-    folder = Path(named) if named and Path(named).exists() else Path(named).expanduser() if named else newest
+    folder = Path(named) if named else newest
     listed = read_object(folder / SWEEP)
     if not listed:
         raise UserError(f"{folder} holds no sweep ({SWEEP}); name one with hydra.sweep.dir=<folder>, or start it there")
@@ -116,5 +112,5 @@ def for_the_sweeper(command: str, given: Sequence[str]) -> list[str]:
 
 def is_of(word: str, parts: Sequence[str]) -> bool:
     """True if an override is of a Hydra setting in or below one of `parts`."""
-    key = word.lstrip("+~").partition("=")[0].replace("/", ".").partition("@")[0]
+    key = key_of(word).replace("/", ".").partition("@")[0]
     return any(key == f"hydra.{part}" or key.startswith(f"hydra.{part}.") for part in parts)

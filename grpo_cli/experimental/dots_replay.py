@@ -28,7 +28,7 @@ class GroupStore(HoldsGroups):
 
     A group is stored unless all its rewards are equal: the newest of each prompt, and the oldest go beyond `capacity`.
     It keeps its log-probabilities and rewards. One whose oldest token is of weights more than `max_lag` updates ago is
-    dropped.
+    dropped. A new group of a stored group's prompt replaces it, and then the step has one group less.
     """
 
     kind, held = "fifo", "stored"

@@ -104,7 +104,7 @@ class Lookahead:
                 break
             length = min(length + self._chunk, until)
             born = _born(step.groups, tree, begun)
-            step.generate(_with(live, born), limit=length)
+            step.generate([*live, *(Group(one.request.prompt, (one,)) for one in born)], limit=length)
             fresh = {_name(one) for one in born}  # what comes up with a branch is passed over
             grown = [one for group in step.groups for one in group.rollouts]
             tree.read |= {_name(one): len(one) for one in grown if _name(one) in fresh}
@@ -118,8 +118,22 @@ class Lookahead:
     def _prune(self, groups: Sequence[Group], tree: _Tree) -> None:
         """Give up the branches that have stayed too close to what they left."""
         known = {_name(rollout): rollout for group in tree.left(groups) for rollout in group.rollouts}
-        by = self._prune_after, self._tau_edit
-        tree.pruned.update([name for name, one in known.items() if _stays_close(one, known, tree, *by)])
+        tree.pruned.update([name for name, one in known.items() if self._stays_close(one, known, tree)])
+
+    def _stays_close(self, one: Rollout, known: Mapping[Name, Rollout], tree: _Tree) -> bool:
+        """True if a stretch since the last reading is too close to its origin; False where either has ended."""
+        branch = tree.branches.get(_name(one))
+        if branch is None or not one.is_partial:
+            return False
+        close, parent, start = False, known.get(branch.parent), branch.place
+        for after in self._prune_after[branch.passed :]:
+            if len(one) < start + after:
+                break
+            branch.passed += 1
+            if parent is not None and parent.is_partial and len(parent) >= start + after:
+                stretches = (r.token_ids[start : start + after] for r in (one, parent))
+                close = close or edit_distance(*stretches) / after < self._tau_edit
+        return close
 
     def _branches(self, groups: Sequence[Group], tree: _Tree, leaves: int) -> list[tuple[Rollout, int, int]]:
         """Return where branches begin in what has come up since the last look, parent, place and token: prompt by
@@ -169,38 +183,12 @@ def _born(groups: Sequence[Group], tree: _Tree, asked: Sequence[tuple[Rollout, i
     return born
 
 
-def _with(live: Sequence[Group], born: Sequence[Rollout]) -> tuple[Group, ...]:
-    """Return the live groups with the branches."""
-    of = {group.prompt: list(group.rollouts) for group in live}
-    for one in born:
-        of.setdefault(one.request.prompt, []).append(one)
-    return tuple(Group(prompt, tuple(rollouts)) for prompt, rollouts in of.items())
-
-
 def _name(rollout: Rollout) -> Name:
     return rollout.request.prompt.id, rollout.request.sample
 
 
 def _live(groups: Sequence[Group]) -> tuple[Group, ...]:
     return tuple(partial for group in groups if (partial := group.partial).rollouts)
-
-
-def _stays_close(
-    one: Rollout, known: Mapping[Name, Rollout], tree: _Tree, prune_after: Sequence[int], tau: float
-) -> bool:
-    """True if a stretch since the last reading is too close to its origin; False where either has ended."""
-    branch = tree.branches.get(_name(one))
-    if branch is None or not one.is_partial:
-        return False
-    close, parent, start = False, known.get(branch.parent), branch.place
-    for after in prune_after[branch.passed :]:
-        if len(one) < start + after:
-            break
-        branch.passed += 1
-        if parent is not None and parent.is_partial and len(parent) >= start + after:
-            stretches = (r.token_ids[start : start + after] for r in (one, parent))
-            close = close or edit_distance(*stretches) / after < tau
-    return close
 
 
 def edit_distance(a: Sequence[int], b: Sequence[int]) -> int:

@@ -29,10 +29,10 @@ class ProbeRows:
 
 class RidgeProbe:
     """A ridge on the rows of the last `window` steps; it predicts once there are `least` of them. `ridge` is the
-    shrinkage, as a share of their number; `layer` is that of the features."""
+    shrinkage, as a share of their number."""
 
-    def __init__(self, *, window: int, least: int, ridge: float, layer: int | None) -> None:
-        self._window, self._least, self._ridge, self._layer = window, least, np.array([ridge]), layer
+    def __init__(self, *, window: int, least: int, ridge: float) -> None:
+        self._window, self._least, self._ridge = window, least, np.array([ridge])
         self.steps: tuple[ProbeRows, ...] = ()
         self._head: RidgeHead | None = None
 
@@ -49,26 +49,13 @@ class RidgeProbe:
         if seen:
             joined = (np.concatenate([getattr(one, name) for one in seen]) for name in _ARRAYS)
             self.steps = (*self.steps, ProbeRows(*joined))[-self._window :]
-            self._fit()
+            self.fit()
 
-    def _fit(self) -> None:
+    def fit(self) -> None:
         self._head = None
         if self.rows >= self._least:
             features, targets = (np.concatenate([getattr(s, name) for s in self.steps]) for name in _ARRAYS[:2])
             self._head = fit_ridge(features.astype(np.float64), targets, self._ridge)
-
-    def state(self) -> dict[str, Any]:
-        """Return plain values and tensors."""
-        steps = [{name: torch.from_numpy(getattr(step, name)) for name in _ARRAYS} for step in self.steps]
-        return {"layer": self._layer, "steps": steps}
-
-    def load(self, state: Mapping[str, Any], group: str) -> None:
-        """Put back a state. UserError if its features are of another layer than the rule of `group` reads."""
-        if state["layer"] != self._layer:
-            before = "null" if state["layer"] is None else state["layer"]
-            raise UserError(f"the checkpoint's probe has learnt from {group}.layer={before}: resume with that")
-        self.steps = tuple(ProbeRows(*(step[name].numpy() for name in _ARRAYS)) for step in state["steps"])
-        self._fit()
 
 
 class Probing:
@@ -87,14 +74,20 @@ class Probing:
                 f"{self.group}.min_rollouts={least} is more than the {window * rollouts} rollouts of "
                 f"{self.group}.window={window} steps: lower it, or raise the window"
             )
-        return RidgeProbe(window=window, least=least, ridge=ridge, layer=self.layer)
+        return RidgeProbe(window=window, least=least, ridge=ridge)
 
     def setup(self, runtime: Runtime) -> None:
         self._runtime = runtime
 
     def state_dict(self) -> dict[str, Any]:
-        return {"kind": self.kind, **self._probe.state()}
+        steps = [{name: torch.from_numpy(getattr(step, name)) for name in _ARRAYS} for step in self._probe.steps]
+        return {"kind": self.kind, "layer": self.layer, "steps": steps}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Put back a state. UserError if its features are of another layer than the rule reads."""
         found = of_kind(state, self.group, self.kind)
-        self._probe.load(found, self.group)
+        if found["layer"] != self.layer:
+            before = "null" if found["layer"] is None else found["layer"]
+            raise UserError(f"the checkpoint's probe has learnt from {self.group}.layer={before}: resume with that")
+        self._probe.steps = tuple(ProbeRows(*(step[name].numpy() for name in _ARRAYS)) for step in found["steps"])
+        self._probe.fit()

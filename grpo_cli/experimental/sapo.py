@@ -15,6 +15,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
@@ -54,7 +55,7 @@ class RunFolder:
                 prompt = named(str(name))
                 if prompt is not None and len({row["reward"] for row in group}) > 1:
                     self._rows += [(prompt, group)] * (group[0]["prompt"] == raw_text(runtime.task, prompt.token_ids))
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        except (OSError, ValueError, ArithmeticError, KeyError, TypeError, RecursionError) as error:
             raise UserError(
                 f"collector.path={self.path}: {file} is no record ({error}); write it with {WRITE_IT}"
             ) from error
@@ -64,7 +65,7 @@ class RunFolder:
             )
 
     def __call__(self, step: StepRollouts) -> list[ScoredGroup]:
-        count = max(math.ceil((1 - self.foreign) * step.prompts), step.prompts - len(self._rows))
+        count = max(math.ceil((1 - Fraction(str(self.foreign))) * step.prompts), step.prompts - len(self._rows))
         groups = step.score(step.generate((prompt, step.n) for prompt in step.pick(count)))
         found = {group.prompt.id: group for group in groups}
         for place in step.rng.permutation(len(self._rows)).tolist():
@@ -83,7 +84,8 @@ def _checked(row: Any, text: Any, ends: Sequence[int]) -> dict[str, Any]:
         raise ValueError("a log-probability is above 0")
     if text(ids) != row["reply"] or (row["finish"] == Finish.EOS and ids[-1] not in ends):
         raise ValueError("its tokens are another tokenizer's")
-    return {**row, "finish": Finish(row["finish"]), "reward": float(row["reward"])}
+    row["parts"] = {name: float(part) for name, part in dict(row["parts"]).items()}
+    return {**row, "finish": Finish(row["finish"]), "reward": float(row["reward"]), "sample": int(row["sample"])}
 
 
 def _group(prompt: Prompt, rows: Sequence[dict[str, Any]], step: StepRollouts) -> ScoredGroup:

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from hashlib import blake2b
 
 import numpy as np
@@ -84,7 +85,7 @@ class Searching:
         self._problems[context.id] = prompt
         return context
 
-    @property
+    @cached_property
     def has_numbers(self) -> bool:
         """True if every prompt's answer is a number, so that equal ones can be counted."""
         return all(reference_number(prompt.answer) is not None for prompt in self.prompts)
@@ -104,10 +105,6 @@ class Searching:
         """Return the search's own random stream for a prompt."""
         return np.random.default_rng(seed_of(self._seed, "search", prompt.id))
 
-    def of_problem(self, reply: Rollout) -> Rollout:
-        """Return a completion under the prompt's own prompt, whatever it read."""
-        return replace(reply, request=replace(reply.request, prompt=self._problems[reply.request.prompt.id]))
-
 
 class SearchMethod(ABC):
     """A search as `interfaces.Search` has it, by the whole completions that it chooses."""
@@ -117,7 +114,8 @@ class SearchMethod(ABC):
     ) -> tuple[Sequence[Rollout], Mapping[str, float]]:
         """Return the chosen completions, and the tokens that they took, means over prompts."""
         searching = Searching(runtime, prompts, sampling, seed)
-        found = [searching.of_problem(one) for one in self.choose(searching)]
+        chosen = zip(self.choose(searching), prompts, strict=True)  # put under these, whatever was read in their place
+        found = [replace(one, request=replace(one.request, prompt=prompt)) for one, prompt in chosen]
         spent = {"tokens": searching.tokens, "sequential": sum(searching.sequential.values())}
         return found, {f"search/{name}": count / len(prompts) for name, count in spent.items()}
 

@@ -20,7 +20,7 @@ from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.formats import OverlongTokens, overlong
 from grpo_cli.tasks.generated import EvalProblems, GeneratedTask, TrainProblems
 from grpo_cli.tasks.judges import Weighing, Weights
-from grpo_cli.tasks.prompting import Tokenizer, encode_behind, verbatim
+from grpo_cli.tasks.prompting import Prompting, Tokenizer, encode_behind
 from grpo_cli.tasks.turns import completed_future
 from grpo_cli.types import Finish, Prompt, Reward, Rollout
 
@@ -99,7 +99,7 @@ class Arithmetic(GeneratedTask[Sum]):
         if value < 2 * operand:
             raise UserError(f"task.max_value={value} must be at least 2 * task.max_operand={2 * operand}")
         self._weighing, self._overlong_tokens = Weighing(weights or {}, "all", "correct"), overlong_tokens
-        self._prompting = verbatim(tokenizer)
+        self._prompting = Prompting(tokenizer)  # no template: the model was trained on bare text
         self._generate(seed, sums["min_terms"], sums["max_terms"], sums["train_problems"], sums["eval_problems"])
 
     def draw(self, rng: Random, size: int) -> Sum:

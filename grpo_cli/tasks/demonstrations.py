@@ -17,7 +17,7 @@ from grpo_cli.interfaces import KnowsSolutions, Runtime
 from grpo_cli.settings import RunSettings, Sampling
 from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.problems import records, value_of, where
-from grpo_cli.tasks.prompting import PLACEHOLDER, Prompting, Tokenizer, encode_behind, turn_end
+from grpo_cli.tasks.prompting import Prompting, Tokenizer, encode_behind, turn_end
 from grpo_cli.types import ENVIRONMENT, GIVEN, Finish, Prompt, Request, Rollout, Span
 
 Parts = Sequence[tuple[bool, Sequence[int]]]  # whether others say it, and its tokens
@@ -95,7 +95,7 @@ def reply_tokens(prompt: Prompt, text: str, tokenizer: Tokenizer) -> list[int]:
 def conversations(source: str, tokenizer: Tokenizer, words: Mapping[str, Any], eos: int) -> list[Rollout]:
     """Return all replies of rows with `messages`, as chat models are tuned on. `words` are for the chat template.
     Raise UserError for anything else, and for a template that changes a reply once it is answered."""
-    chat = Prompting(tokenizer, PLACEHOLDER, None, True, chat_template_kwargs=words)
+    chat = Prompting(tokenizer, use_chat_template=True, chat_template_kwargs=words)
     if not chat.is_chat:
         raise UserError("train.warmup_path needs a chat template: use a chat model, or the task's own solutions")
     found = []
@@ -137,7 +137,7 @@ def _parts(
             chat.tokenizer, rest if ended and not lead.strip() else text[len(before) :], ids, special=True
         )
         yield True, said
-        reply = _spaced(messages[i]["content"], text, chat.rendered(messages[: i + 1], answered=True), end)
+        reply = _spaced(messages[i]["content"], text, chat.applied(messages[: i + 1], opened=False), end)
         yield False, [*encode_behind(chat.tokenizer, reply, said), eos]
         before, ids = text + reply, [eos]
 

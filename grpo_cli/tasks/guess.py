@@ -18,7 +18,7 @@ from pydantic import Field
 from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.arithmetic import last_number
 from grpo_cli.tasks.generated import EvalProblems, GeneratedTask, TrainProblems
-from grpo_cli.tasks.prompting import Tokenizer, verbatim
+from grpo_cli.tasks.prompting import Prompting, Tokenizer
 from grpo_cli.tasks.turns import completed_future
 from grpo_cli.types import Prompt, Reward, Rollout
 
@@ -70,7 +70,7 @@ class Guess(GeneratedTask[Hidden]):
     ) -> None:
         if max_numbers > max_value + 1:
             raise UserError(f"task.max_numbers={max_numbers} numbers are not in 0 to task.max_value={max_value}")
-        self._prompting, self.turns, self._max_value = verbatim(tokenizer), turns, max_value
+        self._prompting, self.turns, self._max_value = Prompting(tokenizer), turns, max_value
         self._generate(seed, min_numbers, max_numbers, train_problems, eval_problems)
 
     def draw(self, rng: Random, size: int) -> Hidden:

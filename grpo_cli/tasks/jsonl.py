@@ -37,7 +37,6 @@ class Jsonl(DialogueTask):
     def __init__(
         self,
         tokenizer: Tokenizer,
-        seed: int,
         *,
         path: str | None,
         eval_path: str | None,
@@ -61,7 +60,6 @@ class Jsonl(DialogueTask):
         warn: Callable[[str], None],
         **turns: Unpack[TurnSettings],
     ) -> None:
-        del seed  # nothing here is random: runs that differ in their seed share their problems
         if not (source := path or default_path):
             raise UserError("task.path is missing: give a file (.jsonl, .csv, ...), or hub:<dataset>:<split>")
         self._set_up(tokenizer, turns, chat_template_kwargs, warn)

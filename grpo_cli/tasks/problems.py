@@ -110,7 +110,7 @@ def _rows_of_lines(file: Any, source: str) -> Iterator[tuple[int, Any]]:
         if text := _text(line, where(source, number)).strip():
             try:
                 row = json.loads(text, parse_float=Decimal, parse_constant=_not_a_number)
-            except (ValueError, RecursionError) as error:
+            except (ValueError, ArithmeticError, RecursionError) as error:
                 raise UserError(f"{where(source, number)} cannot be read as JSON: {error}") from error
             yield from enumerate(row, 1) if whole else [(number, row)]
 

@@ -85,9 +85,9 @@ class Prompting:
     """
 
     tokenizer: Tokenizer
-    template: str
-    system_prompt: str | None
-    use_chat_template: bool
+    template: str = PLACEHOLDER
+    system_prompt: str | None = None
+    use_chat_template: bool = False
     examples: tuple[tuple[str, str], ...] = ()
     tools: tuple[Any, ...] = ()
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -223,32 +223,30 @@ class Prompting:
             raise UserError(f"the tokenizer's chat template has no place for a {role} message after a reply")
         return self.rendered(asked[:1]), text[:at], text[at:]
 
-    def rendered(self, messages: Sequence[Message], answered: bool = False) -> str:
-        """Return the text that the model reads before its reply; with `answered`, the chat alone."""
-        if answered:
-            return self._applied(messages, False)
+    def rendered(self, messages: Sequence[Message]) -> str:
+        """Return the text that the model reads before its reply."""
         end, header = self._opening
-        return self._applied(messages, True).removesuffix(end) + header
+        return self.applied(messages, True).removesuffix(end) + header
 
     @cached_property
     def _opening(self) -> tuple[str, str]:
         """Return the template's faults: the EOS that it puts behind a prompt but not before a reply, and the
         header of the model's turn that it leaves out of prompts. Both are mostly empty."""
         asked = [_message("user", "?")]
-        prompt = self._applied(asked, True)
+        prompt = self.applied(asked, True)
         try:
-            before, found, _ = self._applied([*asked, _message("assistant", _TURN)], False).partition(_TURN)
+            before, found, _ = self.applied([*asked, _message("assistant", _TURN)], False).partition(_TURN)
         except UserError:
             found = ""
         if not found:
             return "", ""
         eos = self.tokenizer.special_tokens_map.get("eos_token", "")
         end = eos if prompt.endswith(eos) and not before.startswith(prompt) else ""
-        prompt, without = prompt.removesuffix(end), self._applied(asked, False).removesuffix(end)
+        prompt, without = prompt.removesuffix(end), self.applied(asked, False).removesuffix(end)
         header = before[len(prompt) :].rstrip(" ") if prompt == without and before.startswith(prompt) else ""
         return end, header if header.strip() else ""
 
-    def _applied(self, messages: Sequence[Message], opened: bool) -> str:
+    def applied(self, messages: Sequence[Message], opened: bool) -> str:
         """Return the template's text, at the same moment for every run. Raise UserError for a template that fails, or
         makes too much text."""
         words = {**self.chat_template_kwargs, "tools": list(self.tools) or None}
@@ -263,11 +261,6 @@ class Prompting:
             if len(text.encode()) > MOST_TEXT:
                 raise MemoryError("it makes too much text")
         return text
-
-
-def verbatim(tokenizer: Tokenizer) -> Prompting:
-    """Return the prompting of a model that was trained on bare text: no template."""
-    return Prompting(tokenizer, PLACEHOLDER, None, False)
 
 
 class TextTask:
@@ -290,7 +283,7 @@ class TextTask:
 def turn_end(tokenizer: Tokenizer) -> tuple[str, int | None]:
     """Return what the chat template writes behind a model's turn, and the special token in it that ends the turn; ""
     and None without a template, or with one that does not show it."""
-    chat = Prompting(tokenizer, PLACEHOLDER, None, True)
+    chat = Prompting(tokenizer, use_chat_template=True)
     try:
         *_, text = chat._around(_TURN, "user", 1) if chat.is_chat else ("",)
     except UserError:
@@ -298,10 +291,6 @@ def turn_end(tokenizer: Tokenizer) -> tuple[str, int | None]:
     text = text.partition(_SAID.format(0))[0]
     ids = tokenizer.encode(text, add_special_tokens=False)
     return text, next((token for token in ids if token in tokenizer.added_tokens_decoder), None)
-
-
-def reads_clock(tokenizer: Tokenizer) -> bool:
-    return "strftime_now" in str(tokenizer.chat_template)
 
 
 def _message(role: str, content: str) -> Message:

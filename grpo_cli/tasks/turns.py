@@ -83,13 +83,6 @@ class _Late(UserError):
     """A call of a user's code that has not returned in time."""
 
 
-def _in_thread(call: Callable[[], Any]) -> Future[Any]:
-    """Start a call in a thread of its own that ends with the program; return the future of its result."""
-    done: Future[Any] = Future()
-    threading.Thread(target=_finish, args=(call, done), daemon=True).start()
-    return done
-
-
 def _finish(call: Callable[[], Any], done: Future[Any]) -> None:
     try:
         done.set_result(call())
@@ -118,7 +111,8 @@ class _Workers:
 
 def _with_timeout(call: Callable[[], Any], seconds: float, who: str) -> Any:
     """Return what a user's code returns, awaited. Raise UserError if it is late or would end the process."""
-    done = _in_thread(call)
+    done: Future[Any] = Future()
+    threading.Thread(target=_finish, args=(call, done), daemon=True).start()  # it ends with the program
     if not wait([done], seconds).done:
         raise _Late(f"{who} has not returned within task.respond_seconds={seconds:g}: raise it, or see why it waits")
     if isinstance(error := done.exception(), KeyboardInterrupt | SystemExit):
@@ -331,7 +325,6 @@ class DialogueTask(TextTask, ABC):
 
     turns = 1
     turn_ends: Sequence[str] = ()
-    _prompting: Prompting
     _environment: Environment | None
 
     def _set_up(

@@ -9,7 +9,7 @@ import torch
 
 from grpo_cli.interfaces import Runtime, Task
 from grpo_cli.settings import EvalRunSettings, RunSettings
-from grpo_cli.tasks.prompting import TODAY, reads_clock, turn_end
+from grpo_cli.tasks.prompting import TODAY, turn_end
 
 MOST_LR = 5e-5  # for full fine-tuning of a pretrained model: more than in any recipe cited in conf/model
 
@@ -24,8 +24,9 @@ def introduction(settings: RunSettings, runtime: Runtime) -> Iterator[str]:
     place = f"{device} ({threads} thread{'s' * (threads > 1)})" if device.type == "cpu" else str(device)
     precision = settings.model.dtype + ("" if settings.model.autocast == "none" else " computed in bfloat16")
     adapters = f" ({trained / 1e6:.3g} M in adapters)" if settings.model.adapted else ""
+    count = f"{parameters / 1e9:.3g} B" if parameters >= 9.995e8 else f"{parameters / 1e6:.3g} M"
     yield (
-        f"{parameters / 1e6:.3g} M parameters{adapters}, {precision}, on {place}; a step is {prompts} prompts x {n} "
+        f"{count} parameters{adapters}, {precision}, on {place}; a step is {prompts} prompts x {n} "
         f"rollouts = {prompts * n}, {kept}; learning rate {settings.optim.lr:g}, replies of up to "
         f"{settings.sampling.max_new_tokens} tokens"
     )
@@ -66,7 +67,7 @@ def doubts_of_prompts(
             f"the chat template ends a turn with {text[:40]!r}, which ends no completion: name a token of it in "
             "model.eos_tokens, or text of it in sampling.stop"
         )
-    if reads_clock(tokenizer):
+    if "strftime_now" in str(tokenizer.chat_template):
         yield f"the chat template reads the clock: each prompt has the date {TODAY:%d %b %Y}, so that runs repeat"
 
 

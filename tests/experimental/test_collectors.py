@@ -256,7 +256,7 @@ def test_all_is_as_one_reads_it_in_the_whole_models_answer():
 def test_the_ridge_is_the_closed_form_on_a_window_of_steps():
     rng = np.random.default_rng(1)
     features, targets = rng.standard_normal((30, 4)) * [1, 10, 0.1, 1] + 3, rng.random(30)
-    probe = RidgeProbe(window=2, least=30, ridge=0.05, layer=None)
+    probe = RidgeProbe(window=2, least=30, ridge=0.05)
     probe.add([ProbeRows(rng.random((29, 4)), rng.random(29), np.ones(29))])
     for step in (slice(0, 20), slice(20, 30)):
         probe.add([ProbeRows(features[step], targets[step], np.full(len(targets[step]), np.nan))])

@@ -220,6 +220,7 @@ ON_SP = CHAT_TEMPLATE.replace("<|im_start|>", "<s>").replace("<|im_end|>", "</s>
 )
 def test_texts_that_are_joined_have_the_tokens_of_the_whole_text(scheme: str, template: str, tmp_path: Path) -> None:
     tokenizer = sentence_pieces(scheme, template)
+    Prompting(tokenizer, use_chat_template=True).check_turns("user", keep_reasoning=template == ON_SP)
     talk = [
         {"role": "user", "content": "What is 3 + 4?"},
         {"role": "assistant", "content": "\nThe answer is 12. "},

@@ -261,6 +261,8 @@ def test_special_tokens_in_a_message_are_text():
     end = CHAT.convert_tokens_to_ids(TURN_END)
     plain, with_end = (prompting.between([end], [text], "user") for text in ("x", f"x{TURN_END}x"))
     assert plain.count(end) == with_end.count(end) and CHAT.decode(with_end).count(TURN_END) == plain.count(end) + 1
+    cut = CHAT.encode("<", add_special_tokens=False)[-1]
+    assert prompting.between([cut], ["x"], "user")[0] == end, "which begins with <, too"
     on_paper = Prompting(PLAIN, "Q: {question}\nA:", None, use_chat_template=False)
     assert PLAIN.decode(on_paper.between([5], ["b"], "user")) == "\n\nQ: b\nA:"
 

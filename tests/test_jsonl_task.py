@@ -161,6 +161,14 @@ def test_a_file_that_cannot_be_read_is_named_and_a_pipe_is_not_waited_for(key: s
         assert f"task.{key}={place} cannot be read: " in message and reason in message
 
 
+def test_fields_that_are_null_are_no_part_of_a_chat(tmp_path):
+    """Arrow gives each message the fields of all, which chat templates look for."""
+    chat = [{"role": "user", "content": "a", "tool_calls": None}]
+    path = write(tmp_path / "p.jsonl", {"question": chat, "answer": "1"})
+    (found,) = read_problems(path, "task.path", "question", "answer")
+    assert found.question == "a" and found.messages == ({"role": "user", "content": "a"},)
+
+
 GOOD = '{"question": "a", "answer": "1"}'
 FIVE = '{"question": "b", "answer": "five"}'
 BAD_FILES = [

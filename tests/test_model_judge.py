@@ -74,6 +74,7 @@ BAD = {
     "deep": 9000 * "[",
     "content of another kind": (200, said([{"type": "text"}])),
     "cut off": (200, said('{"score": 0.5}', "length")),
+    "cut off in a thought": (200, said(None, "length")),
     "bad request": (400, "no"),
 }
 
@@ -86,6 +87,7 @@ def test_an_answer_that_is_no_score_is_none(server: Server, answer: Any, tmp_pat
     judge = judge_of(server, tmp_path, lines)
     assert scores(judge, "aa", "bad", "a") == [0.2, None, 0.1]
     assert judge.take_metrics() == {"judge/questions": 3, "judge/kept": 0, "judge/failed": 1}
+    assert ("task.judge.max_tokens" in lines[0]) == ('"length"' in str(answer))
     assert len(lines) == 1 and "1 of 3 questions" in lines[0] and "\n" not in lines[0] and len(lines[0]) < 400
     server.answer = by_length
     assert scores(judge_of(server, tmp_path), "bad") == [0.3], "a failure is not kept"

@@ -148,6 +148,7 @@ def test_a_function_of_many_sees_all_rollouts_of_a_step(tmp_path: Path) -> None:
         ("wants", ["a"], {}, "temperature.*by name it can get reply, turns, answer, question"),
         ("nothing", ["a"], {}, "rewards_of_mine has no function nothing"),
         ("match", ["a"], {"weights": {"brief": 1.0}}, "task.weights.brief weighs nothing"),
+        ("match", ["a"], {"weights": {"correct": 0.5}}, "task.weights.correct weighs nothing"),
         ("named", ["format"], {"weights": {"format": 1.0}}, "reward/format is a metric already"),
         ("match", ["a"], {"grading": "strict"}, "task.grading=strict is for task.reward=numbers"),
     ],

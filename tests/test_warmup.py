@@ -47,7 +47,10 @@ def test_all_replies_of_a_conversation_are_learnt_and_nothing_else(tmp_path):
     assert tokenizer.decode(whole) == said.rstrip("\n")
 
 
-@pytest.mark.parametrize("row", [[1], {"messages": TALK[:2]}, {"messages": []}])
+CALLS = {**TALK[2], "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+
+
+@pytest.mark.parametrize("row", [[1], {"messages": TALK[:2]}, {"messages": []}, {"messages": [*TALK[:2], CALLS]}])
 def test_what_is_no_conversation_is_refused_with_its_line(row, tmp_path):
     tokenizer = make_tokenizer(chat_template=True)
     with pytest.raises(UserError, match="talks.jsonl, line 2"):

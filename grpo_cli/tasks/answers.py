@@ -21,7 +21,7 @@ _MOST_MARKS = 16  # from the end, that are looked at
 _TAIL = 2048  # characters from the end in which an answer that is not marked is looked for
 
 _MARK = re.compile(r"####|<answer>|\\(?:boxed|fbox)\s?(?=[{0-9A-Za-z])")
-_WORD = re.compile(r"[^\w\\]*[A-Za-z][a-z]+(?:[ ,:]|$)")  # a sentence or a heading begins
+_WORD = re.compile(r"[^\w\\]*(?:[AaI] )?(?:[A-Za-z][a-z]+(?:[ ,:']|$)|[A-Z]{4,}[ :])")  # a sentence or a heading begins
 _STATED = re.compile(r"\banswer[*_]{0,2}\s?(?:(?:is|equals|=)\s?:?|:)[*_]{0,2}\s?", re.IGNORECASE)
 # Dollars around a formula touch it, and no number follows; those of "$3 and $4" are money.
 FORMULA = re.compile(
@@ -118,7 +118,7 @@ def inside(formula: re.Match[str]) -> str:
 _SIGNS = str.maketrans("−–‒‐⁄∕÷×⋅·’", "----///***'", "\u00ad\u200b\u200c\u200d\u2060\ufeff")  # the last are not seen
 _OTHER_DIGIT = re.compile(r"[^\D0-9]")
 _SCRIPT = re.compile(r"([⁺⁻]?[⁰¹²³⁴-⁹]+)|([₀-₉]+)|(?:([0-9])\s?)?([¼-¾⅐-⅞↉])")
-_DIGIT_GAP = re.compile(r"(?<=[0-9])(?:\{,\}|\\[,!;: ])(?:\\!)?(?=[0-9]{3}(?![0-9]))")
+_DIGIT_GAP = re.compile(r"(?<=[0-9])(?:\{,\}|,\\!|\\[,!;: ])(?:\\!)?(?=[0-9]{3}(?![0-9]))")
 _GROUPS = re.compile(r"(?<![0-9.,/_^{'])[1-9][0-9]{0,2}(?:(?: [0-9]{3})++|(?:_[0-9]{3})++|(?:'[0-9]{3})++)(?![0-9/_'])")
 _LATEX_TEXT = re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox)\s?(?:\{([^{}0-9]{0,80})\}|(?=\{))")
 _LATEX_FRACTION = re.compile(
@@ -134,6 +134,7 @@ _SIZES |= {name: 10**6 for name in ("m", "mn", "million")} | {name: 10**9 for na
 _SIZES |= {name: 10**12 for name in ("t", "tn", "trillion")}
 _WORDS_OF_SIZE = "|".join(name for name in _SIZES if len(name) > 2)
 _MONEY = {"$": "dollar", "£": "gbp", "€": "euro", "¥": "yen", "₹": "rupee"}
+_MONEY |= {"₱": "peso", "₩": "won", "₽": "ruble", "₫": "dong", "฿": "baht", "₦": "naira", "₪": "shekel"}
 _RUN = r"(?:[0-9]|(?<![0-9A-Za-z_.)])\.[0-9])[0-9,.]*+"  # digits with what may stand between them: read by `_fraction`
 _NUMBER = (
     rf"(?P<money>[{''.join(_MONEY)}]\s?)?(?P<inner>[-+])?"
@@ -147,8 +148,10 @@ _NUMBER = (
     rf"(?P<size>(?:\s?(?i:{_WORDS_OF_SIZE})s?(?![A-Za-z]))+"
     r"|(?:\s?k|[KM]|bn|mn|tn|(?(money)[mbBtT]|(?!)))(?![A-Za-z0-9]))?"
 )
-# Anywhere in a text: not inside a word (`H2O`) or a power, and a minus between two things (`10-5`) is no sign.
-_ANYWHERE = re.compile(rf"(?P<sign>(?<![0-9A-Za-z_)\]}}%$.])-)?(?<![0-9A-Za-z_^√±])(?<!\^[{{-])(?<!sqrt{{){_NUMBER}")
+# Anywhere in a text: not in a word (`H2O`), an index or a power; a minus between two things (`10-5`) is no sign.
+_ANYWHERE = re.compile(
+    r"(?P<sign>(?<![0-9A-Za-z_)\]}%$.])-)?(?<![0-9A-Za-z_^√±])(?<!\^-)(?<![\^_]\{)(?<![\^_]\{-)(?<!sqrt\{)" + _NUMBER
+)
 # The first group is not possessive: Python 3.11.2 loses what such a group has tried (CPython issue 106052).
 _LEADING = re.compile(
     r"(?:[\s*_`\"'(\[{:=~≈]|\$(?!\s?[.0-9+-]))*(?:(?:USD|EUR|GBP|INR|Rs\.?) |[A-Z]{1,3}(?=\$))?"
@@ -160,15 +163,16 @@ _GOES_ON = re.compile(
     rf"{_OPERATED}|\s?(?:[+√π±]|\\(?!circ|degree)[a-z]|\*\*?[0-9]|[-/:*x]\s?[$(]?[0-9])"
     r"|\s?-\s?[b-zB-HJ-Z](?![A-Za-z'])|[abeinqrvwxyzDEIOPQRSUXYZ](?![A-Za-z])"
     r"|['\"][0-9]|(?<![,.])\s{1,9}[0-9]|(?<=,)(?:\s[-$]?[0-9.]+,?)++\W*$"
+    r"|(?:\s{1,2}[A-Za-z]{1,20}){1,3}\s{1,2}[-+*/x]\s{1,2}[$(]?[0-9]|%\sof\s\$?[0-9]"
     r"|,?\s(?:and|or|to)\s[-$]?[0-9]|\s(?:and (?:a|one|two|three)\s|squared|cubed|factorial|halves)"
     r"|\s(?:third|fourth|fifth|sixth|eighth|ninth|tenth|hundredth|thousandth)s\b"
 )
 _POWERED = re.compile(_OPERATED)
 _DECIMAL = re.compile(r"(?:[0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)?(?:\.[0-9]+)?")
-_ANOTHER_NUMBER = re.compile(r"(?<![A-Za-z^0-9])(?<!\^\{)[0-9]")
+_ANOTHER_NUMBER = re.compile(r"(?<![A-Za-z^_0-9])(?<![\^_]\{)[0-9]")
 # Left of an equals sign, a name or a calculation is no part of the answer; `2x = 8` and `x + 1 = 8` are equations.
-_LETTER = re.compile(r"(?<![A-Za-z])(?:[a-fi-kn-rt-z]|[A-Z])(?![A-Za-z])")
-_WORKED = re.compile(r"(?<![_{0-9])[0-9]|[-+*/^<>,]")
+_LETTER = re.compile(r"(?<![A-Za-z])(?!(?<=[\s0-9])x\s?[$(]?[0-9])(?:[a-fi-kn-rt-z]|[A-Z])(?![A-Za-z])")
+_WORKED = re.compile(r"(?<![_{0-9])(?<![A-Za-z]\()[0-9]|[-+*/^<>,]")
 
 
 def number(text: str, *, refuse_more_numbers: bool) -> Fraction | None:

@@ -16,7 +16,7 @@ import numpy as np
 from grpo_cli.interfaces import KnowsSolutions, Runtime
 from grpo_cli.settings import RunSettings, Sampling
 from grpo_cli.support.errors import UserError
-from grpo_cli.tasks.problems import records, value_of, where
+from grpo_cli.tasks.problems import records, value_of, where, without_nulls
 from grpo_cli.tasks.prompting import Prompting, Tokenizer, encode_behind, turn_end
 from grpo_cli.types import ENVIRONMENT, GIVEN, Finish, Prompt, Request, Rollout, Span
 
@@ -101,9 +101,9 @@ def conversations(source: str, tokenizer: Tokenizer, words: Mapping[str, Any], e
     found = []
     for number, row in records(source, "train.warmup_path"):
         place = where(source, number)
-        messages = row.get("messages") if isinstance(row, Mapping) else None
+        messages = without_nulls(row.get("messages")) if isinstance(row, Mapping) else None
         if not isinstance(messages, list) or not all(map(_is_message, messages)):
-            raise UserError(f"{place} must have messages, a list of {{role, content}} in which both are text")
+            raise UserError(f"{place} must have messages, a list of {{role, content}}, both text, without tool_calls")
         replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not replies or replies[0] == 0:
             raise UserError(f"{place} needs a reply, a message of the role assistant that comes after another one")
@@ -118,7 +118,8 @@ def conversations(source: str, tokenizer: Tokenizer, words: Mapping[str, Any], e
 
 
 def _is_message(message: Any) -> bool:
-    return isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+    is_text = isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+    return is_text and not message.get("tool_calls")  # they are no part of the content, and would not be learnt
 
 
 def _parts(

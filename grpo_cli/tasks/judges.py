@@ -127,7 +127,8 @@ class Weighing:
         found = f"the reward function named the parts {', '.join(parts)}"
         if taken := sorted(parts.keys() & {*formats, *RESERVED}):
             raise UserError(f"{found}, but reward/{taken[0]} is a metric already: rename yours")
-        if unknown := self._weights.keys() - {*parts, *formats, "correct"}:
+        given = {name for name, weight in self._weights.items() if (name, weight) != ("correct", 1.0)}
+        if unknown := given - {*parts, *formats}:
             raise UserError(f"{found}, so task.weights.{min(unknown)} weighs nothing: correct the name or remove it")
         if self._formats_on == "wrong" and "correct" not in parts:
             raise UserError(f"{found}, but task.formats_on=wrong needs one called correct: add it, or choose all")

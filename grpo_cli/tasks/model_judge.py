@@ -205,7 +205,7 @@ def _parsed(body: str) -> float:
     text, why = body, "no score from 0 to 1 in JSON"
     with suppress(ValueError, TypeError, LookupError, AttributeError, RecursionError):
         choice = json.loads(body)["choices"][0]
-        text = choice["message"]["content"].rpartition("</think>")[2].strip()
+        text = (choice["message"].get("content") or "").rpartition("</think>")[2].strip()
         if choice.get("finish_reason") != "length":
             inner = text.removeprefix("```").removeprefix("json").removesuffix("```")
             return Judgement.model_validate_json(inner).score

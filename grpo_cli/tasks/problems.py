@@ -49,7 +49,7 @@ def read_problems(source: str, key: str, question_field: str, answer_field: str)
     for number, row in records(source, key):
         place = where(source, number)
         question, answer = _field(row, question_field, "question", place), _field(row, answer_field, "answer", place)
-        messages = tuple(of_json(question)) if isinstance(question, list) else ()
+        messages = tuple(without_nulls(of_json(question))) if isinstance(question, list) else ()
         text = _as_text(messages) if messages else str(question)
         problems.append(Problem(number, place, text, str(answer), row, messages))
     if not problems:
@@ -141,7 +141,8 @@ def _hub_table(source: str, key: str) -> Any:
 
 def where(source: str, number: int) -> str:
     """Return a row's place, for messages."""
-    return f"{source}, {'row' if source.startswith(HUB) or source.lower().endswith(PARQUET) else 'line'} {number}"
+    in_rows = source.startswith(HUB) or source.lower().endswith((PARQUET, ".json"))
+    return f"{source}, {'row' if in_rows else 'line'} {number}"
 
 
 def value_of(row: Mapping[str, Any], name: str) -> Any:
@@ -164,6 +165,13 @@ def of_json(value: Any) -> Any:
     if isinstance(value, (date, time)):
         return value.isoformat()
     return float(value) if isinstance(value, Decimal) else value
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a chat without what is null: Arrow gives each message the fields of all, which templates look for."""
+    if isinstance(value, Mapping):
+        return {name: without_nulls(item) for name, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _as_text(messages: Sequence[Message]) -> str:

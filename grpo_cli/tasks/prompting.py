@@ -180,7 +180,10 @@ class Prompting:
             text = "".join("\n\n" + self._filled(message) for message in messages)
             return tuple(encode_behind(self.tokenizer, text, turn))
         *_, text = self._around(_TURN, role, len(messages))
-        lead, sampled, rest = text.partition(self.raw_text(turn[-1:])) if turn else ("", "", text)
+        last = self.raw_text(turn[-1:]) if turn else ""
+        # not the "<" of a turn that was cut, with which <|im_end|> begins
+        is_end = last.isspace() or (bool(turn) and turn[-1] in self.tokenizer.added_tokens_decoder)
+        lead, sampled, rest = text.partition(last) if is_end else ("", "", text)
         text = rest if sampled and not lead.strip() else text  # the turn has its end already
         ids, plain = list(turn), ""
         for i, message in enumerate(messages):
@@ -206,7 +209,7 @@ class Prompting:
             raise UserError("the chat template does not render tools: use a task.environment with respond(turn)")
         for turn in (_TURN, f"<think>\n{_TURN}\n</think>\n\n{_TURN}"):
             sampled, kept, _ = self._around(turn, role, 1)
-            if kept != sampled + turn and not keep_reasoning:
+            if kept.removeprefix(sampled).lstrip(" ") != turn and not keep_reasoning:
                 raise UserError(
                     f"the chat template rewrites an earlier turn of the model: {(sampled + turn)[-90:]!r} becomes "
                     f"{kept[-90:]!r}. Train on turns as they were sampled: task.keep_reasoning=true"

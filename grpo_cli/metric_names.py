@@ -27,7 +27,7 @@ METRICS: Mapping[str, str] = {
     "turns/mean": "Mean number of the model's turns in an episode, where the task has several.",
     "turns/errors": "Observations that name an error: of a tool call that could not be read, or of the user's code.",
     "tokens/environment": "Tokens of the step that environments answered: read, not sampled, and not trained on.",
-    "prompts/distinct": "Different problems that rollouts were made of since the run began.",
+    "prompts/distinct": "Different problems of which a group was finished since the run began.",
     "collect/rounds": "Rounds in which the collector requested the step's rollouts.",
     "collect/problems": "Problems that rollouts were made of in the step.",
     "collect/rollouts_min": "Fewest rollouts of a problem in the step.",
@@ -36,7 +36,7 @@ METRICS: Mapping[str, str] = {
     "collect/carried_tokens": "Tokens that they have so far.",
     "collect/dropped_groups": "Whole groups that the collector made and did not return; they count in reward/* and "
     "group/* all the same.",
-    "collect/tokens_dropped": "Tokens that were generated for them.",
+    "collect/tokens_dropped": "Tokens generated for these, and for what the collector gave up before its end.",
     "collect/unjudged_groups": "Groups of the step left out as the judge failed for each of their rollouts.",
     "warmup/loss": "Mean negative log-likelihood of a token at sampling.temperature, in a step of train.warmup=sft.",
     "judge/questions": "Questions that task.reward=judge has put to its model in the step.",
@@ -51,12 +51,13 @@ METRICS: Mapping[str, str] = {
     "tokens/trained": "Response tokens trained on since the run began: those with a weight other than 0 in the policy "
     "loss, after the correction, be their advantage 0 or not. A token counts once a step, "
     "however many epochs go over it.",
-    "rollouts/generated": "Rollouts generated for training since the run began.",
+    "rollouts/generated": "Rollouts made for training since the run began: judged ones, of groups that are done; not "
+    "what a collector gave up.",
     "rollouts/trained": "Rollouts trained on since the run began: those with at least one such token.",
     "loss/total": "The scalar that was minimised: policy loss plus weighted KL, mean over the step's updates.",
     "loss/policy": "The policy-gradient part of the loss.",
     "loss/kl": "Estimated KL divergence from the policy to the reference, before its coefficient.",
-    "loss/clip_fraction": "Share of the tokens in the loss, whatever their weight, whose policy ratio was clipped.",
+    "loss/clip_fraction": "Share of the tokens in the loss that have a weight and whose policy ratio was clipped.",
     "loss/<figure>": "A figure that the chosen loss reports about itself.",
     "loss/policy_ratio_mean": "Mean over the same tokens of learner probability / old policy probability.",
     "policy/entropy": "Exact entropy, in nats, of the policy's distribution over the next token at "
@@ -67,7 +68,7 @@ METRICS: Mapping[str, str] = {
     "optim/skipped_updates": "Updates skipped since the run began because the loss or the gradient was not finite.",
     "optim/empty_steps": "Steps without an update since the run began: nothing was left to train on, or no gradient.",
     "mismatch/ratio_mean": "Mean over sampled tokens of old policy (no dropout) / sampler probability; 1 if equal. "
-    "Like all of mismatch/*, of the rollouts that are trained on, or of all if the correction can reject some.",
+    "Like all of mismatch/*, of the rollouts that were chosen, or of all if the correction can reject some.",
     "mismatch/ratio_min": "Smallest of those ratios in the step.",
     "mismatch/log_ratio_q001": "0.1% quantile of the logarithm of that ratio.",
     "mismatch/log_ratio_q01": "1% quantile of the logarithm of that ratio.",
@@ -77,7 +78,8 @@ METRICS: Mapping[str, str] = {
     "mismatch/weight_mean": "Mean importance weight over the response tokens left in the loss.",
     "off/token_share": "Share of the trained tokens that weights of earlier updates have sampled.",
     "off/lag_mean": "By how many updates the weights that sampled a trained token are older, on average.",
-    "off/given_share": "Share of the trained tokens that no policy sampled: they come from demonstrations.",
+    "off/given_share": "Share of the trained tokens that were given to their rollout, not sampled for it: a "
+    "demonstration, a hint, or the beginning of another rollout.",
     "off/ess": "Effective sample size of an update's rollouts by their importance weights, as a share of their number.",
     "off/active": "Share of tokens neither masked nor clipped; below 0.9 correction.prox=ewma averages again.",
     "off/prox_resets": "How often that average has begun again since the run began.",

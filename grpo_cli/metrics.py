@@ -22,7 +22,7 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         # The floating-point deviation of equal numbers need not be 0: that of (0.1, 0.1, 0.1) is 1.4e-17.
         "reward/std": float(totals.std()) if (totals != totals[0]).any() else 0.0,
         **_part_means(groups),
-        "group/zero_std": zero_std_share([group for group in groups if len(group.rollouts) > 1]),
+        "group/zero_std": zero_std_share(groups),
         "group/mixed": float(sum(group.rewards_differ for group in groups)),
         "response/length_mean": sum(lengths) / len(lengths),
         "response/length_max": float(max(lengths)),
@@ -45,7 +45,8 @@ def kept_metrics(chosen: Sequence[ScoredGroup], trained: Sequence[ScoredGroup]) 
     left out."""
     totals = np.concatenate([np.zeros(0), *(group.totals for group in trained)])
     found = {"reward/kept_mean": float(totals.mean())} if len(totals) else {}
-    return found | ({"group/zero_std_kept": zero_std_share(chosen)} if any(len(one.totals) for one in chosen) else {})
+    comparable = any(len(one.totals) > 1 for one in chosen)
+    return found | ({"group/zero_std_kept": zero_std_share(chosen)} if comparable else {})
 
 
 def reuse_metrics(batch: Batch) -> dict[str, float]:
@@ -64,12 +65,12 @@ def reuse_metrics(batch: Batch) -> dict[str, float]:
 
 
 def zero_std_share(groups: Sequence[ScoredGroup]) -> float:
-    """Return the share of the groups whose rewards are all exactly equal; groups without rollouts do not count.
+    """Return the share of the groups whose rewards are all exactly equal; groups of fewer than two do not count.
 
     Equality and not a small standard deviation: a group of equal rewards has an advantage of exactly 0, and one of
     nearly equal rewards, once divided by its deviation, does not.
     """
-    filled = [group for group in groups if group.rollouts]
+    filled = [group for group in groups if len(group.rollouts) > 1]
     return sum(not group.rewards_differ for group in filled) / len(filled) if filled else 0.0
 
 

@@ -134,7 +134,9 @@ class Step:
         if verdict is None and updates:  # the first update's forward pass was made before the policy changed
             verdict = verdict_on(self._parts.rules.correction, batch, updates[0].logprobs)
         mismatch = verdict.metrics if verdict else {}
-        return TrainedStep(updates, selected, tokens, {**mismatch, **reuse, **self._end_old_policy(updates, mismatch)})
+        weighed = max(tokens, 1) / max(int(batch.loss_mask.sum()), 1)  # share of the tokens in the loss
+        active = self._end_old_policy(updates, mismatch, weighed)
+        return TrainedStep(updates, selected, tokens, {**mismatch, **reuse, **active})
 
     def _corrected(self, batch: Batch) -> tuple[Batch, Verdict]:
         """Return the batch with the old policy's log-probabilities and the correction applied, and its verdict."""
@@ -187,11 +189,13 @@ class Step:
             self._runtime.engine.update_weights()
         return tuple(updates)
 
-    def _end_old_policy(self, updates: Sequence[Update], mismatch: Mapping[str, float]) -> Mapping[str, float]:
+    def _end_old_policy(
+        self, updates: Sequence[Update], mismatch: Mapping[str, float], weighed: float
+    ) -> Mapping[str, float]:
         """Pass the old policy the share of tokens that were neither masked nor clipped, if weights changed."""
         clipped = [update.metrics.get("loss/clip_fraction", 0.0) for update in updates if update.stepped]
         left = 1.0 - mismatch.get("mismatch/masked_tokens", 0.0)
-        return self.old_policy.end_step(left * (1.0 - sum(clipped) / len(clipped))) if clipped else {}
+        return self.old_policy.end_step(left * (1.0 - sum(clipped) / len(clipped) / weighed)) if clipped else {}
 
     def _skip(self, batch: Batch, fault: str, step: int, progress: Progress) -> None:
         """Report a faulty update and keep its batch; UserError after too many of them in a row."""

@@ -132,7 +132,7 @@ def test_log_probabilities_that_are_no_numbers_are_not_masked_away(name):
         asked(PRESETS[name], sampler, torch.zeros(1, 3), torch.ones(1, 3, dtype=torch.bool))
     policy, mask = torch.tensor([[-1.0, math.nan]]), torch.ones(1, 2, dtype=torch.bool)
     verdict = asked(PRESETS[name], torch.full((1, 2), -1.0), policy, mask)
-    assert verdict.mask.all() and (name in WEIGHTLESS or verdict.weights.isnan().any())
+    assert verdict.mask.all() and (name in WEIGHTLESS or verdict.weights.isnan().any()) and verdict.reasons == ("",)
 
 
 def test_each_row_has_the_reason_for_its_rejection():

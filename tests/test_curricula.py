@@ -85,6 +85,7 @@ def test_dps_predicts_the_chance_to_be_mixed_of_a_chain(solved: Any, decay: floa
     for step, count in enumerate(solved):
         rule.pick(step, 2, NOBODY)
         rule.observe(step, [group_of(prompts[1], 0), *([] if count is None else [group_of(prompts[0], count)])])
+        rule.observe(step, [])  # a step that has picked nothing has seen nothing
         copy.load_state_dict(rule.state_dict())
         copy.pick(step + 1, 2, NOBODY)
         found.append(copy.observe(step + 1, [group_of(prompts[0], 4)])["curriculum/predicted_mixed"])

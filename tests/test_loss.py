@@ -183,3 +183,11 @@ def test_rollouts_without_an_advantage_have_no_gradient_unless_there_is_a_kl_ter
         part = made.loss(name, kl_coef=kl)
         assert (part.needs_reference, part.needs_advantage) == (kl > 0, kl == 0)
         assert bool(run(name, logprobs, batch, totals, kl_coef=kl)[1].any()) == (kl > 0)
+
+
+def test_a_divergence_is_exact_near_0_and_never_pushes_away_from_the_reference():
+    learner = torch.tensor([-3e-8, 3e-8, -1e-4, -25.0, 0.0], requires_grad=True)
+    found = loss.k3(learner, torch.tensor([0.0, 0.0, 0.0, 0.0, -25.0]), torch.ones(5, dtype=torch.bool))
+    assert found.tolist() == pytest.approx([0, 0, 5e-9, math.exp(20) - 21, math.exp(-20) + 24], rel=1e-2, abs=1e-14)
+    found.sum().backward()
+    assert learner.grad is not None and learner.grad[3] == 0 < learner.grad[4]

@@ -48,5 +48,5 @@ def test_kept_metrics_speak_of_the_kept_rollouts_alone():
     whole = [group(1.0, 0.0, 0.0, 0.0), group(1.0, 1.0, 0.0, 0.0)]
     kept = [whole[0].take([0, 1]), whole[1].take([0, 1])]
     assert kept_metrics(kept, kept) == {"reward/kept_mean": 3 / 4, "group/zero_std_kept": 1 / 2}
-    assert kept_metrics(kept, []) == {"group/zero_std_kept": 1 / 2}
+    assert kept_metrics([*kept, kept[1].take([0])], []) == {"group/zero_std_kept": 1 / 2}, "one alone is no group"
     assert rollout_metrics([]) == {"group/mixed": 0.0} == rollout_metrics([group()])

@@ -264,7 +264,7 @@ class StepCollection:
             "collect/rollouts_min": float(min(sizes, default=0)),
             "collect/rollouts_max": float(max(sizes, default=0)),
             "collect/dropped_groups": float(len(dropped)),
-            "collect/tokens_dropped": float(sum(one.num_sampled for one in lost)),
+            "collect/tokens_dropped": float(sum(s.count for one in lost for s in one.spans if s.version >= 0)),
             **self._notes,
             **(self.task.take_metrics() if isinstance(self.task, HasMetrics) else {}),
         }

@@ -79,7 +79,7 @@ class DynamicsPredictive:
         found = np.eye(3)[np.array(states, dtype=int)]
         self._move_on([*asked], found)  # probability 1 for the state of each visit
         self._look_again([place for place in self._looked_at if place not in waiting])
-        self._step = -1  # a repeated step starts over
+        self._step, self._looked_at = -1, {}  # a repeated step starts over
         if not asked:
             return {}
         hit = states.count(MIXED) / len(states)

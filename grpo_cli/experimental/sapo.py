@@ -65,7 +65,8 @@ class RunFolder:
             )
 
     def __call__(self, step: StepRollouts) -> list[ScoredGroup]:
-        count = max(math.ceil((1 - Fraction(str(self.foreign))) * step.prompts), step.prompts - len(self._rows))
+        known = len({prompt.id for prompt, _ in self._rows})
+        count = max(math.ceil((1 - Fraction(str(self.foreign))) * step.prompts), step.prompts - known)
         groups = step.score(step.generate((prompt, step.n) for prompt in step.pick(count)))
         found = {group.prompt.id: group for group in groups}
         for place in step.rng.permutation(len(self._rows)).tolist():
@@ -80,10 +81,12 @@ def _checked(row: Any, text: Any, ends: Sequence[int]) -> dict[str, Any]:
     ids, logprobs = row["token_ids"], row["logprobs"]
     if not ids or not all(type(one) is int and one >= 0 for one in ids) or len(logprobs) != len(ids):
         raise ValueError("token ids and log-probabilities are not whole numbers and as many numbers")
-    if not all(one is None or (type(one) in (int, float) and one <= 1e-3) for one in logprobs):
+    if not all(one is None or (type(one) in (int, float) and -math.inf < one <= 1e-3) for one in logprobs):
         raise ValueError("a log-probability is above 0")
     if text(ids) != row["reply"] or (row["finish"] == Finish.EOS and ids[-1] not in ends):
         raise ValueError("its tokens are another tokenizer's")
+    if not math.isfinite(float(row["reward"])):
+        raise ValueError("a reward is not finite")
     row["parts"] = {name: float(part) for name, part in dict(row["parts"]).items()}
     return {**row, "finish": Finish(row["finish"]), "reward": float(row["reward"]), "sample": int(row["sample"])}
 

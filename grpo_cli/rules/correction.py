@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float
 from pydantic import Field
 from torch import Tensor
 
-from grpo_cli.rules.loss import bounded_ratio
+from grpo_cli.rules.loss import bounded_ratio, k3_of
 from grpo_cli.support.errors import UserError, refuse
 from grpo_cli.support.ranges import OneOf
 from grpo_cli.types import Batch, Verdict
@@ -79,13 +79,13 @@ class Correct:
     def __call__(self, batch: Batch, old_logprobs: Float[Tensor, "N"]) -> Verdict:
         """Judge all rows at once: batch normalisation and quantiles are over all of them.
 
-        A row adds to the policy loss if and only if one of its weights is positive.
+        A row adds to the policy loss if and only if one of its weights is not 0.
         """
         log_ratio, mask = log_mismatch_ratio(batch, old_logprobs), batch.sampled_mask
         vetoed = self._vetoed(batch, log_ratio)
         kept = mask & ~batch.per_token(vetoed) & self._in_band(log_ratio)
         weights = self._weights(batch, log_ratio).masked_fill(~kept, 0.0)
-        flags = torch.stack([batch.any(mask), vetoed, batch.any(kept), batch.any(weights > 0)], dim=1)
+        flags = torch.stack([batch.any(mask), vetoed, batch.any(kept), batch.any(weights != 0)], dim=1)  # a NaN counts
         reasons = self._reasons(batch, log_ratio, flags)
         return Verdict(weights, kept, reasons, mismatch_metrics(batch, log_ratio, weights, kept))
 
@@ -160,7 +160,7 @@ def mismatch_metrics(
     tokens, that add nothing to the policy loss, whatever took them out. `weight_mean` is over tokens left in the mask.
     One transfer from the device for all of them. With no response token at all there is no mismatch.
     """
-    mask, trained = batch.sampled_mask, weights > 0
+    mask, trained = batch.sampled_mask, weights != 0
     token_log_ratios = log_ratio[mask]
     if not len(token_log_ratios):
         token_log_ratios = log_ratio.new_zeros(1)
@@ -170,7 +170,7 @@ def mismatch_metrics(
         "mismatch/ratio_min": ratios.min(),
         "mismatch/log_ratio_q001": lower_quantile(token_log_ratios, 0.001),
         "mismatch/log_ratio_q01": lower_quantile(token_log_ratios, 0.01),
-        "mismatch/kl": (ratios - 1 - token_log_ratios).mean(),
+        "mismatch/kl": k3_of(token_log_ratios).mean(),
         "mismatch/rejected": masked_mean((~batch.any(trained)).float(), batch.any(mask)),
         "mismatch/masked_tokens": masked_mean((~trained).float(), mask),
         "mismatch/weight_mean": masked_mean(weights, kept),

@@ -73,7 +73,7 @@ class Clipped(ABC):
         loss = policy = aggregate(weighed, batch, totals, self.aggregation)
         metrics = {
             "loss/policy": policy.detach(),
-            "loss/clip_fraction": aggregate(tokens.clipped.float(), batch, totals, "token"),
+            "loss/clip_fraction": aggregate((tokens.clipped & (batch.weights != 0)).float(), batch, totals, "token"),
             "loss/policy_ratio_mean": aggregate(tokens.ratio.detach(), batch, totals, "token"),
         }
         assert batch.ref_logprobs is not None or not self.needs_reference, (
@@ -105,7 +105,7 @@ class Grpo(Clipped):
     """Per token -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A) (GRPO, arXiv 2402.03300, with PPO's clip).
 
     Published settings: clip_low 0.2, clip_high 0.2, kl_coef 0.04, aggregation sequence. With one update per generation
-    rho is 1 with a gradient, and the clip never acts.
+    and prox=step_start rho is 1 with a gradient, and the clip never acts.
     """
 
     def terms(self, logprobs: Float[Tensor, "N"], batch: Batch) -> Terms:
@@ -133,8 +133,12 @@ def log_policy_ratio(logprobs: Float[Tensor, "N"], batch: Batch) -> Float[Tensor
 
 def k3(logprobs: Float[Tensor, "N"], ref_logprobs: Float[Tensor, "N"], mask: Bool[Tensor, "N"]) -> Float[Tensor, "N"]:
     """Estimate KL(learner || reference) by Schulman's k3: exp(d) - d - 1 >= 0 with d = log(reference / learner)."""
-    difference = masked_float(ref_logprobs, mask).detach() - masked_float(logprobs, mask)
-    return bounded_ratio(difference) - difference - 1
+    return k3_of(masked_float(ref_logprobs, mask).detach() - masked_float(logprobs, mask))
+
+
+def k3_of(difference: Tensor) -> Tensor:
+    """Compute exp(d) - d - 1, which by exp alone is rounding near 0; above the bound it has no gradient."""
+    return difference.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).expm1() - difference.clamp(max=_MAX_LOG_RATIO)
 
 
 def bounded_ratio(log_ratio: Tensor) -> Tensor:

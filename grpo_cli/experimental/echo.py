@@ -26,8 +26,9 @@ from grpo_cli.types import Batch, LossOutput, Totals
 
 @dataclass(frozen=True)
 class Echo(Clipped):
-    """GRPO, but that a completion's ratios may be `clip_low` (the least) to `clip_high` (the most) away from 1, either
-    way: the less, the more certain the old policy was of its last `tail` tokens (ECHO, arXiv 2602.02150)."""
+    """GRPO, but that a completion's ratios may be from the mean of `clip_low` and `clip_high` up to `clip_high` away
+    from 1, either way: the less, the more certain the old policy was of its last `tail` tokens (ECHO, arXiv
+    2602.02150)."""
 
     slope: Annotated[float, Field(ge=0)]
     tail: Count

@@ -72,10 +72,10 @@ def build(run: RunSettings | Prepared[RunSettings]) -> Trainer:
     files = JsonlTracker(Path(settings.run_dir), settings.resume is not None, settings.accept_damage, console.warn)
     if checkpoint is None and settings.resume is not None:  # it begins again
         files.load_state_dict({})
-    trackers = files, console, _logger(prepared, "train", console.say, console.warn)
     meter = Meter(runtime.device, on_phase=console.phase, on_progress=console.progress)
-    parts = parts_of(prepared, runtime, trackers, meter, console.say, console.warn)
-    return Trainer(settings, parts, checkpoint)
+    parts = parts_of(prepared, runtime, (files, console), meter, console.say, console.warn)
+    logger = _logger(prepared, "train", console.say, console.warn)  # last: what is refused before leaves nothing
+    return Trainer(settings, replace(parts, trackers=(*parts.trackers, logger)), checkpoint)
 
 
 def set_up(

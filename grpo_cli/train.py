@@ -238,8 +238,8 @@ class Trainer:
         rule_state.restore(self._parts, rules, self._task_digest)
         self._step.old_policy.load_state_dict(state.get("old_policy"))
         set_rng_state(rng)
-        for files, recorded in zip(self._files, records, strict=True):
-            files.load_state_dict(recorded)
+        for place, files in enumerate(self._files):  # of a logger that the run had not: None
+            files.load_state_dict(records[place] if place < len(records) else None)
         optim, train = self._settings.optim, self._settings.train
         if self._progress.step < train.steps and (jump := rate_jump(schedule, optim, train, self._progress.step)):
             self._parts.warn(jump)

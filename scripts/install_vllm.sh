@@ -52,10 +52,8 @@ else
     "${pip[@]}" "$package"
 fi
 cat >"$venv/bin/grpo" <<END
-#!$PWD/$venv/bin/python
-from grpo_cli.cli.main import main
-
-main()
+#!/bin/sh
+exec "$PWD/$venv/bin/python" -P -m grpo_cli "\$@"
 END
 chmod +x "$venv/bin/grpo"
 "$venv/bin/python" -c 'import vllm, grpo_cli.engine.vllm_engine; print("vLLM", vllm.__version__)' 2>/dev/null || {

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from processes import Forked
 from test_export import generated
-from typed import grpo, json_lines
+from typed import grpo, json_lines, refused
 
 
 @pytest.fixture
@@ -58,11 +58,22 @@ def test_its_own_run_is_trained_with_its_reward_its_rule_and_its_rows_and_export
     assert len(generated(folder / "model", ["2+3="])) == 1
 
 
-def test_what_is_there_is_not_written_over(folder: Path) -> None:
+def test_a_broken_file_of_one_s_own_is_named_with_its_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    (folder / "conf/experiment/broken.yaml").write_text("n: 4\n  m: 2\n")
+    for more in ([], ["-m", "seed=1,2"], ["--help"]):
+        said = refused("train", "--config-dir=conf", "experiment=broken", *more)
+        assert "broken.yaml" in said and "line 2" in said
+
+
+def test_what_is_there_is_not_written_over(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     for there in (folder, folder / "rules.py"):
         result = grpo("init", str(there))
         assert result.exit_code == 2 and f"{there} exists and is not an empty folder; name a new one" in result.output
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     (folder.parent / "empty").mkdir()
+    with monkeypatch.context() as patch:
+        patch.chdir(folder.parent / "empty")
+        assert grpo("init", ".").exit_code == 2, "a shell would stand in a folder that is no more"
     assert grpo("init", "empty").exit_code == 0 and (folder.parent / "empty" / "rules.py").exists()

@@ -94,6 +94,13 @@ def test_a_run_that_was_killed_in_its_first_save_begins_anew(run: Path) -> None:
     assert not list(run.glob("checkpoints/.*.tmp"))
 
 
+def test_a_damaged_checkpoint_that_is_named_costs_the_run_no_good_one(run: Path) -> None:
+    (max((run / "checkpoints").iterdir()) / "COMPLETE").unlink()
+    before, named = content(run), f"resume=R/checkpoints/{max((run / 'checkpoints').iterdir()).name}"
+    assert "takes the newest good one" in refused("train", named, "accept_damage=true")
+    assert content(run) == before
+
+
 def test_one_command_begins_a_run_goes_on_with_it_and_is_content_with_its_end(elsewhere: Path) -> None:
     words = ("train", *SMALL, "hydra.run.dir=job", "resume=here")
     assert grpo(*words).exit_code == 0

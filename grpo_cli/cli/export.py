@@ -16,7 +16,7 @@ from grpo_cli.model.export import licence_of, write_card, write_model
 from grpo_cli.model.load import TINY, at_checkpoint
 from grpo_cli.report.curves import GREEDY
 from grpo_cli.report.read import read_rows
-from grpo_cli.runs.files import folder_written_atomically
+from grpo_cli.runs.files import folder_written_atomically, place_of_new
 from grpo_cli.runs.layout import METRICS, run_of, step_of
 from grpo_cli.runs.record import RunRecord
 from grpo_cli.support.errors import UserError
@@ -40,9 +40,7 @@ def export(place: Path, target: Path, merge: bool, base: str | None = None, dtyp
     checkpoint, record = weights_in(place.expanduser(), str(place))
     given = {key: value for key, value in (("path", base), ("dtype", dtype)) if value is not None}
     settings = model_of("hf", **_of_the_model(record, checkpoint) | given, autocast="none")
-    folder = target.expanduser().resolve()
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise UserError(f"{folder} exists and is not an empty folder; name a new one")
+    folder = place_of_new(target)
     at = at_checkpoint(settings, checkpoint) if base is None else replace(settings, adapter=str(checkpoint))
     with folder_written_atomically(folder) as written:
         kept = dtype or (None if has_adapters(checkpoint) and not merge else settings.dtype)

@@ -17,6 +17,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from grpo_cli.cli.mistakes import as_text, unknown, unusable
 from grpo_cli.config.choices import config_dir
@@ -76,7 +77,7 @@ def explained(command: str, words: Sequence[str], composing: Callable[[], bool] 
     longer `composing`, an error is a bug, and keeps its traceback."""
     try:
         yield
-    except (HydraException, OmegaConfBaseException, OSError, ValueError, AssertionError) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError, OSError, ValueError, AssertionError) as error:
         if not composing():
             raise
         refuse([*unknown(command, words)])

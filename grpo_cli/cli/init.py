@@ -7,15 +7,12 @@ import shutil
 from importlib.resources import files
 from pathlib import Path
 
-from grpo_cli.runs.files import folder_written_atomically
-from grpo_cli.support.errors import UserError
+from grpo_cli.runs.files import folder_written_atomically, place_of_new
 
 
 def init(folder: Path) -> list[str]:
     """Write it; returns the commands of its README.md. UserError if something is there already."""
-    place = folder.expanduser().resolve()
-    if place.exists() and (not place.is_dir() or any(place.iterdir())):
-        raise UserError(f"{folder} exists and is not an empty folder; name a new one")
+    place = place_of_new(folder)
     with folder_written_atomically(place) as written:
         template = str(files("grpo_cli.cli") / "template")
         shutil.copytree(template, written, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)

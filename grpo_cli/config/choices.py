@@ -15,6 +15,8 @@ from typing import Any
 
 import yaml
 
+from grpo_cli.support.errors import UserError
+
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, if compiled
 _ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENTAL = _ROOT / "grpo_cli" / "experimental" / "conf"
@@ -102,7 +104,10 @@ def choice_of(group: str, part: Mapping[str, Any]) -> str:
 def read_conf(file: Path) -> ConfFile:
     """Read a file and its bases. A key without a comment inherits the base's, or else that of the key above."""
     text = file.read_text(encoding="utf-8")
-    lines, own = text.splitlines(), yaml.load(text, _LOADER) or {}
+    try:
+        lines, own = text.splitlines(), yaml.load(text, _LOADER) or {}
+    except yaml.YAMLError as error:
+        raise UserError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
     values, groups, settings = dict[str, Any](), dict[str, str](), dict[str, Setting]()
     for entry in own.pop("defaults", []):
         if isinstance(entry, dict):

@@ -164,7 +164,9 @@ def checkpoint_to_resume(settings: RunSettings, warn: Callable[[str], None]) -> 
         warn(f"checkpoint passed over: {reason}")
     if found.path is None:
         none = f"resume={settings.resume} holds no complete checkpoint ({'; '.join(found.skipped) or 'they are gone'})"
-        if not (settings.accept_damage or never_saved(folder)):
+        if (run := run_of(folder)) != folder and find_checkpoint(run).path is not None:
+            raise UserError(f"{none}; resume={run} takes the newest good one")
+        if not (settings.accept_damage or never_saved(run)):
             raise UserError(f"{none}; name another run, or begin it anew with accept_damage=true")
         warn(f"{none}: the run begins anew, as it was started")
         return None

@@ -22,7 +22,17 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from grpo_cli.runs.files import folder_written_atomically, must_be_writable, sha256, write_object
 from grpo_cli.runs.find import candidates, damage_of
-from grpo_cli.runs.layout import CHECKPOINTS, COMPLETE, TRAINER_STATE, UNFINISHED, step_folder, step_of
+from grpo_cli.runs.layout import (
+    CHECKPOINTS,
+    COMPLETE,
+    RUN,
+    SUMMARY,
+    TRAINER_STATE,
+    UNFINISHED,
+    WANDB_ID,
+    step_folder,
+    step_of,
+)
 from grpo_cli.support.errors import explained
 
 
@@ -75,8 +85,8 @@ def clear_leftovers(run_dir: Path) -> None:
     """Remove what a killed process left half written in a run's folder; finish a save of which only the renaming was
     missing."""
     with suppress(OSError):  # what stays is never mistaken for complete files
-        for path in run_dir.glob(f".*{UNFINISHED}"):
-            path.unlink()
+        for name in (RUN, SUMMARY, WANDB_ID):  # those that this process writes whole
+            (run_dir / f".{name}{UNFINISHED}").unlink(missing_ok=True)
         for path in (run_dir / CHECKPOINTS).glob(".step_*"):
             folder = path.with_name(step_folder(step_of(path.name) or 0))
             if (path / COMPLETE).exists() and damage_of(folder):

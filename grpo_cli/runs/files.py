@@ -63,6 +63,16 @@ def write_object(path: Path, value: Mapping[str, Any]) -> None:
     write_atomically(path, f"{json_line(value, indent=2)}\n".encode())
 
 
+def place_of_new(folder: Path) -> Path:
+    """Return where a new folder will be. UserError if something is there, or an empty folder that nothing replaces."""
+    place = folder.expanduser().resolve()
+    if place.exists() and (not place.is_dir() or any(place.iterdir())):
+        raise UserError(f"{folder} exists and is not an empty folder; name a new one")
+    if place.is_mount() or place == Path.cwd():
+        raise UserError(f"{folder} is mounted or the current folder, and cannot be replaced; name a new one in it")
+    return place
+
+
 @contextmanager
 def folder_written_atomically(target: Path) -> Iterator[Path]:
     """Yield a new folder to fill, which replaces `target` once all of it is on disk.

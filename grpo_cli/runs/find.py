@@ -45,7 +45,7 @@ def never_saved(run_dir: Path) -> bool:
 
 def candidates(folder: Path) -> list[Path]:
     """Return checkpoint folders, newest first, a half-written one of a step after its own."""
-    if step_of(folder.name) is not None:
+    if run_of(folder) != folder:
         return [folder]
     root = folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder
     folders = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []

@@ -53,7 +53,7 @@ def step_of(name: str) -> int | None:
 
 def run_of(folder: Path) -> Path:
     """Return the folder of the run that a checkpoint's folder belongs to; any other folder is the run's."""
-    return folder if step_of(folder.name) is None else folder.parent.parent
+    return folder if step_of(folder.name) is None or (folder / RUN).exists() else folder.parent.parent
 
 
 def new_folder(command: str) -> Path:

@@ -43,7 +43,8 @@ def places(jobs: int, gpus: Sequence[str], environment: Mapping[str, str]) -> li
         path = os.pathsep.join(filter(None, (path, here)))
     for_all = {"PYTHONPATH": path}
     if jobs > 1 and environment.get("OMP_NUM_THREADS", "") in ("", "0"):
-        for_all["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // jobs))
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        for_all["OMP_NUM_THREADS"] = str(max(1, cores // jobs))
     dealt = [gpus[i % len(gpus)] for i in range(jobs)] if gpus else []
     shares = [{"CUDA_VISIBLE_DEVICES": gpu, SHARE_VARIABLE: str(1 / dealt.count(gpu))} for gpu in dealt]
     return [for_all | share for share in shares or [{}] * jobs]

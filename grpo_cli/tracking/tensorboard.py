@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ class TensorBoardTracker:
         require("tensorboard", "logger=tensorboard")
         self._folder, self._config = run_dir / TENSORBOARD, config
         self._writer: Any = None
-        say(f"TensorBoard: tensorboard --logdir {run_dir.parent}")
+        say(f"TensorBoard: tensorboard --logdir {shlex.quote(str(run_dir.parent))}")
 
     def log(self, record: Record) -> None:
         from torch.utils.tensorboard import SummaryWriter

@@ -108,7 +108,7 @@ def _draw(panel: Axes, arm: Arm, axis: str, metric: str, colour: str, marker: st
 def _tick(value: float, _: Any) -> str:
     """Return a number of an axis with all its digits.
 
-    >>> _tick(0.05, 0), _tick(250, 0), _tick(1250, 1), _tick(2e6, 2)
+    >>> _tick(0.05, 0), _tick(250.0, 0), _tick(1250.0, 1), _tick(2e6, 2)
     ('0.05', '250', '1.25k', '2M')
     """
     size, unit = next((pair for pair in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if abs(value) >= pair[0]), (1.0, ""))

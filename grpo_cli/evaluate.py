@@ -16,7 +16,8 @@ from grpo_cli.interfaces import Engine, Runtime, Search, Task
 from grpo_cli.runs.files import json_line, write_atomically
 from grpo_cli.runs.layout import SAMPLES
 from grpo_cli.settings import ExamSettings, SampleSettings, Sampling, SplitExamSettings
-from grpo_cli.support.errors import UserError
+from grpo_cli.support.errors import UserError, own_code_unless_ours
+from grpo_cli.support.facts import name_of
 from grpo_cli.support.intervals import mean_interval, pass_at_k, wilson_interval
 from grpo_cli.support.meter import ReportProgress, uncounted
 from grpo_cli.tracking.examples import example
@@ -84,12 +85,13 @@ def search_with(
 ) -> EvalResult:
     """Return the accuracy of what `search` answers to the same problems; nothing if it does not search."""
     prompts = _prompts_of(runtime.task, settings, settings.split)
-    found = search(runtime, prompts, sampling.at(settings.temperature), seed)
-    if found is None:
-        return EvalResult({}, ())
-    rollouts, costs = found
-    if [one.request.prompt for one in rollouts] != prompts or any(one.is_partial for one in rollouts):
-        raise UserError("search: return one whole rollout for each prompt, in their order")
+    with own_code_unless_ours(f"search {name_of(search)}", getattr(search, "func", search)):
+        found = search(runtime, prompts, sampling.at(settings.temperature), seed)
+        if found is None:
+            return EvalResult({}, ())
+        rollouts, costs = found
+        if [one.request.prompt for one in rollouts] != prompts or any(one.is_partial for one in rollouts):
+            raise UserError("search: return one whole rollout for each prompt, in their order")
     groups = _scored(runtime.task, prompts, rollouts)
     examples = tuple(_examples(runtime.task, groups, "searched"))
     return EvalResult({**_accuracy("search/accuracy", groups), **costs}, examples)
@@ -102,6 +104,8 @@ def no_search(runtime: Runtime, prompts: Sequence[Prompt], sampling: Sampling, s
 def _prompts_of(task: Task, settings: ExamSettings, split: str) -> list[Prompt]:
     """Return the problems of an evaluation."""
     prompts = task.prompts(split)
+    if len(prompts) == 0:
+        raise UserError(f"the task has no {split} prompts to evaluate on: let it give some, or set eval.every=0")
     count = len(prompts) if settings.problems == -1 else min(settings.problems, len(prompts))
     return [prompts[i] for i in range(count)]
 

@@ -73,9 +73,9 @@ def build(run: RunSettings | Prepared[RunSettings]) -> Trainer:
     if checkpoint is None and settings.resume is not None:  # it begins again
         files.load_state_dict({})
     meter = Meter(runtime.device, on_phase=console.phase, on_progress=console.progress)
-    parts = parts_of(prepared, runtime, (files, console), meter, console.say, console.warn)
+    parts = parts_of(prepared, runtime, meter, console.say, console.warn)
     logger = _logger(prepared, "train", console.say, console.warn)  # last: what is refused before leaves nothing
-    return Trainer(settings, replace(parts, trackers=(*parts.trackers, logger)), checkpoint)
+    return Trainer(settings, replace(parts, trackers=(files, console, logger)), checkpoint)
 
 
 def set_up(
@@ -147,12 +147,11 @@ def worker_engine(
 def parts_of(
     run: Prepared[Any],
     runtime: Runtime,
-    trackers: tuple[Tracker, ...],
     meter: Meter,
     say: Callable[[str], None],
     warn: Callable[[str], None],
 ) -> Parts:
-    """Build the parts of a trainer."""
+    """Build the parts of a trainer, but for its trackers."""
     settings, rules, train = run.settings, run.rules, run.settings.train
     offered = {"prompts": runtime.task.prompts("train"), "per_step": train.prompts, "steps": train.steps}
     offered |= {"n": settings.n, "seed": settings.seed, "history": runtime.history}
@@ -168,7 +167,7 @@ def parts_of(
         shown = demonstrations(settings, runtime, context_of(runtime.model.config), warn)
         warmup = sft(train.warmup_steps, train.warmup_lr, shown, train.prompts * settings.m, settings.seed)
     save_model = partial(save_pretrained, runtime.model, runtime.tokenizer, with_base=settings.model.random_init)
-    return Parts(runtime, curriculum, rules, reference, save_model, trackers, meter, say, warn, warmup)
+    return Parts(runtime, curriculum, rules, reference, save_model, (), meter, say, warn, warmup)
 
 
 def _logger(run: Prepared[Any], job_type: str, say: Callable[[str], None], warn: Callable[[str], None]) -> Tracker:

@@ -172,8 +172,8 @@ class StepRollouts(Protocol):
         self, requests: Iterable[tuple[Prompt, int] | Group], *, enough: int | None = None, limit: int | None = None
     ) -> Sequence[Group]:
         """Return the requested groups, with all that the step has of them: as many new rollouts of a prompt as are
-        requested, or the rest of a group's partial ones, which stay partial once `enough` groups are whole, or at
-        `limit` tokens each."""
+        requested, or the rest of a group's partial ones, which stay partial once `enough` groups are whole, or
+        (not both) at `limit` tokens each."""
 
     def score(self, groups: Iterable[Group]) -> list[ScoredGroup]:
         """Return the groups' finished rollouts with their rewards; each is judged once."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from grpo_cli.metric_names import METRICS
+from grpo_cli.support.errors import UserError
 from grpo_cli.types import GIVEN, Batch, Finish, Rollout, ScoredGroup
 
 
@@ -82,5 +83,5 @@ def _part_means(groups: Sequence[ScoredGroup]) -> dict[str, float]:
                 values.setdefault(part, []).append(value)
     for part in values:
         if f"reward/{part}" in METRICS:
-            raise ValueError(f"a reward part cannot be called {part!r}: the metric reward/{part} means something else")
+            raise UserError(f"a reward part cannot be called {part!r}: reward/{part} is a metric already; rename it")
     return {f"reward/{part}": sum(items) / len(items) for part, items in values.items()}

@@ -25,7 +25,7 @@ PARK, STATE = "optim.park", "optim.offload"
 CHOSEN_TO_FIT = {TOKENS, CHUNK, SLOTS, RECOMPUTE, OFFLOAD, PARK, STATE}
 
 SHARE_VARIABLE = "GRPO_GPU_SHARE"  # in the environment of a sweep's job: its share of a GPU
-MOST_SAMPLES = 2**16
+Samples = Annotated[int, Field(ge=1, le=2**16)]  # completions of a prompt in an evaluation
 Seed = Annotated[int, Field(ge=0, le=2**64 - 1)]
 Many = Annotated[int, Field(ge=1, le=2**22)]  # rollouts or prompts of a step: each is a Python object
 Steps = Annotated[int, Field(ge=1, le=10**9)]
@@ -174,7 +174,7 @@ class ExamSettings(Strict):
     """The size of an evaluation, and the sampling of its completions. `problems=-1` means all."""
 
     problems: Count | Literal[-1]
-    k: Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
+    k: Samples
     temperature: Annotated[float, Temperature]
 
 

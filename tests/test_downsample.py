@@ -34,7 +34,7 @@ reward_lists = st.one_of(
 @given(rewards=reward_lists, data=st.data())
 def test_maxvar_reaches_the_brute_force_variance_with_the_ends_only(rewards, data):
     keep = data.draw(st.integers(2, len(rewards)))
-    kept = pods.max_variance_indices(np.array(rewards), keep, stream(data.draw(st.integers(0, 3)))).tolist()
+    kept = pods.maxvar(scored(*rewards), keep, stream(data.draw(st.integers(0, 3))))
     assert len(set(kept)) == keep
     best = max(float(np.var(subset)) for subset in itertools.combinations(rewards, keep))
     assert np.var([rewards[i] for i in kept]) == pytest.approx(best, rel=1e-9, abs=1e-12)
@@ -62,7 +62,7 @@ def test_percentile_takes_order_statistics_at_evenly_spaced_quantiles():
     """1/4 and 3/4 of eight: the 2nd and 6th smallest; of five 1.25 and 3.75: the 2nd and 4th."""
     for size, keep, expected in ((8, 2, [1, 5]), (5, 2, [1, 3]), (7, 3, [1, 3, 5])):
         rewards = stream(5).permutation(size).astype(float)  # reward = rank
-        assert rewards[pods.percentile_indices(rewards, keep, stream())].tolist() == expected
+        assert rewards[pods.percentile(scored(*rewards), keep, stream())].tolist() == expected
 
 
 @pytest.mark.parametrize("rule", CHOOSING_RULES)

@@ -108,9 +108,9 @@ def test_an_evaluation_teaches_the_length_predictor_nothing():
 
     def after_evaluation() -> str:
         evaluate(engine, task, prompts, Sampling.plain(20, temperature=0.5), k=3, seed=0)
-        return repr(predictor.state())
+        return repr(predictor.state_dict())
 
-    assert after_evaluation() == repr(mean_length().state())
+    assert after_evaluation() == repr(mean_length().state_dict())
     list(engine.generate(requests_for(prompts, 4, Sampling.plain(20), seed=0, step=0)))
-    learnt = repr(predictor.state())
-    assert after_evaluation() == learnt != repr(mean_length().state())
+    learnt = repr(predictor.state_dict())
+    assert after_evaluation() == learnt != repr(mean_length().state_dict())

@@ -27,7 +27,7 @@ from grpo_cli.engine.scheduling import Lpt
 from grpo_cli.methods import rkv as r_kv
 from grpo_cli.methods.h2o import H2o
 from grpo_cli.methods.rkv import Rkv
-from grpo_cli.methods.snapkv import AttentionOfWindow, SnapKv
+from grpo_cli.methods.snapkv import SnapKv
 from grpo_cli.methods.streaming_llm import Streaming
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import Request, Rollout
@@ -93,7 +93,7 @@ def slow_scores(
         return [float(place) for place in old]
     if isinstance(policy, H2o):
         return [sum(step[place] for step in paid) for place in old]
-    assert isinstance(policy, AttentionOfWindow)
+    assert isinstance(policy, SnapKv)
     attention = slow_snapkv(keys, queries, scale, policy.kernel)
     if not isinstance(policy, Rkv):
         return attention

@@ -143,7 +143,7 @@ def test_one_that_has_begun_continues_before_all_others_and_in_a_round_that_goes
 def test_what_sequences_hold_is_half_of_what_they_begin_and_end_with() -> None:
     """Of 4 tokens now and 10 at the end, and of 0 and 20, of which 12 are kept; and of half a block each."""
     forecast, (one, other) = Forecast(12, 8.0), [Sequence(0, request) for request in some_requests(prompts=1, n=2)]
-    one.made, one.predicted, other.predicted = 4, 8.0, 20.0
+    one.computed, one.predicted, other.predicted = 4, 8.0, 20.0
     # The mean is of 8 + 4 tokens in one rollout, and 4 + 12 / 2 is more than the 8 that were predicted.
     assert forecast.held([one, other]) == (4 + 10 + 0 + 12) / 2 + 2 * BLOCK / 2
     forecast.finish(20)

@@ -20,7 +20,7 @@ from test_same_rollouts import embedded, same_in_short
 from typed import done
 
 from grpo_cli.engine.decoder import Decoder
-from grpo_cli.engine.determinism import without_company
+from grpo_cli.engine.determinism import batch_invariant
 from grpo_cli.engine.layers import NATIVE
 
 SETTLED = """
@@ -82,7 +82,7 @@ def test_a_product_that_depends_on_its_rows_is_found_out_and_said_once(threads: 
 def test_rows_are_padded_until_they_agree() -> None:
     model = with_product(Crowded, "up_proj")
     require_bits(small_model())
-    decoder, holds = without_company(replace(Decoder.of(model), functions=NATIVE))
+    decoder, holds = batch_invariant(replace(Decoder.of(model), functions=NATIVE))
     assert holds and decoder.padding.least >= 24
     same_in_short(model, some_requests(prompts=2, n=8, tokens=14))
 

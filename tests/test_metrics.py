@@ -8,6 +8,7 @@ import pytest
 from small import scored
 
 from grpo_cli.metrics import kept_metrics, rollout_metrics
+from grpo_cli.support.errors import UserError
 from grpo_cli.types import Finish, Reward, ScoredGroup
 
 
@@ -40,7 +41,7 @@ def test_rollout_metrics_are_those_worked_out_by_hand():
         }
     )
     assert rollout_metrics([group(0.1, 0.1, 0.1)])["reward/std"] == 0.0
-    with pytest.raises(ValueError, match="cannot be called 'mean'"):
+    with pytest.raises(UserError, match="cannot be called 'mean'"):
         rollout_metrics([group(1.0, 0.0, mean=1.0)])
 
 

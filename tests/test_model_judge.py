@@ -203,6 +203,7 @@ def test_a_group_without_a_judgement_is_left_out_and_a_step_without_any_stops(se
     rows = json_lines(tmp_path / "one" / "metrics.jsonl")
     assert [row.get("collect/unjudged_groups") for row in rows[1:]] == [1.0, None]
     assert rows[1]["judge/failed"] > 0 == rows[2]["judge/failed"]
+    assert rows[1]["collect/dropped_groups"] == 0 == rows[1]["collect/tokens_dropped"], "the collector returned it"
     assert [row["rollouts/generated"] for row in rows[1:]] == [8, 20], "it is in no figure"
     server.answer = lambda question: "no"
     with pytest.raises(UserError, match="judge.*resume=auto"):

@@ -29,7 +29,8 @@ import torch
 def match(reply, answer):
     return reply == answer
 
-def parts(reply, answer, row, question, finished, length):
+def parts(reply, answer, row, question, finished, length, turns):
+    turns.clear()
     return {"correct": float(reply.startswith(answer)), "easy": row["level"] == "easy", "short": 1 / length}
 
 def many(replies, answers, rows):

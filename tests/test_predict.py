@@ -41,7 +41,7 @@ def test_a_mean_is_of_the_prompt_if_it_was_seen_and_else_of_all_and_older_length
     halving.learn([], None)
     assert halving.predict([request("a")], None) == [pytest.approx((0.5 * 40 + 10) / 1.5)]
     again = mean_length(decay=0.5)
-    again.load_state(halving.state())
+    again.load_state_dict(halving.state_dict())
     assert again.predict([request("a"), request("b")], None) == halving.predict([request("a"), request("b")], None)
 
 
@@ -74,12 +74,12 @@ def generate(
 def test_the_prefix_head_learns_to_read_the_hidden_state_and_a_resumed_one_goes_on_bit_for_bit():
     predictor, twin, resumed = prefix_head(prefix_tokens=4), prefix_head(prefix_tokens=4), prefix_head(prefix_tokens=4)
     assert [generate(one, seed=0)[0] for one in (predictor, twin)] == [None, None]
-    resumed.load_state(predictor.state())
+    resumed.load_state_dict(predictor.state_dict())
     predicted, remaining = generate(predictor, seed=1)
     assert predicted == generate(twin, seed=1)[0] == generate(resumed, seed=1)[0] and len(predicted) == 64
     assert np.mean(np.abs(np.subtract(predicted, remaining))) < 0.3 * np.mean(remaining)
     with pytest.raises(UserError, match="predictor"):
-        predictor.load_state(mean_length().state())
+        predictor.load_state_dict(mean_length().state_dict())
 
 
 def test_what_the_prefix_head_learns_from_and_what_it_may_predict():

@@ -8,16 +8,16 @@ import pytest
 import torch
 from small import require_c
 
-from grpo_cli.engine.sampling import Drawing, _truncated, draw, drawing_of, inverse, truncate, uniforms
+from grpo_cli.engine.sampling import RowSampling, _truncated, draw, inverse, row_sampling, truncate, uniforms
 from grpo_cli.settings import Sampling
 
 INF = torch.inf
 WAYS = pytest.mark.parametrize("way", ["PyTorch", "C"])
 
 
-def table(way: str, *words: Sampling) -> Drawing:
+def table(way: str, *words: Sampling) -> RowSampling:
     require_c("decode") if way == "C" else None
-    return drawing_of(words, torch.device("cpu"), way == "C")
+    return row_sampling(words, torch.device("cpu"), way == "C")
 
 
 def in_blocks() -> torch.Tensor:

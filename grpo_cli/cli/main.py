@@ -1,4 +1,4 @@
-"""The `grpo` program: Typer picks the command, Hydra composes a run's settings, a typed value is handed over.
+"""The `grpo` program: Typer picks the command, Hydra composes its settings, and the command gets a typed value.
 
 A user's mistake ends in one message and exit code 2; anything else is our bug, with its traceback and exit code 1.
 Only Typer is imported at the top, so that help and completion are fast.

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from grpo_cli.collect.episodes import Spent, has_turns, play
-from grpo_cli.collect.requests import Goal, check_rewards, check_sampling, score_all, seed_of, with_rewards
+from grpo_cli.collect.requests import Goal, check_rewards, check_sampling, only_judged, requests_for, score_all, seed_of
 from grpo_cli.collect.resuming import unstarted, with_limit, without_limit
 from grpo_cli.engine.common import together
 from grpo_cli.history import History
@@ -23,7 +23,7 @@ from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError, own_code_unless_ours
 from grpo_cli.support.facts import name_of
 from grpo_cli.support.meter import ReportProgress, uncounted
-from grpo_cli.types import EngineStats, Finish, Group, Prompt, Request, Reward, Rollout, ScoredGroup
+from grpo_cli.types import EngineStats, Finish, Group, Prompt, Reward, Rollout, ScoredGroup
 
 MOST_CALLS = 4000  # of a step's methods; a collector that makes more is considered endless
 MOST_ROLLOUTS = 2**22  # and prompts, of a step: each is a Python object
@@ -59,7 +59,8 @@ class StepCollection:
         self._rollouts: dict[str, dict[int, Rollout]] = {}  # by prompt and sample, in order of the requests
         self._rewards: dict[str, dict[int, Reward]] = {}  # of those that were judged
         self._ended_before = set[tuple[str, int]]()  # those of them that were whole when the step got them
-        self._trained: dict[str, ScoredGroup] = {}  # what the collector returned
+        self._returned = set[str]()  # prompts of the groups that the collector returned
+        self._trained: dict[str, ScoredGroup] = {}  # those of them with a judgement
         self._notes: dict[str, float] = {}
         self._calls, self._rounds, self._spent, self._limited = 0, 0, Spent(), False
 
@@ -99,6 +100,8 @@ class StepCollection:
     def generate(self, requests: Iterable[Any], *, enough: int | None = None, limit: int | None = None) -> list[Group]:
         """Make what the requested groups lack, and return them."""
         self._called()
+        if enough is not None and limit is not None:
+            raise UserError("the collector gives step.generate both enough= and limit=: give it one of them")
         count_all, requested = sum(map(len, self._rollouts.values())), dict[str, None]()
         partial: dict[tuple[str, int], Rollout] = {}
         for wanted in requests:
@@ -109,7 +112,12 @@ class StepCollection:
             if self._prompts.setdefault(prompt.id, prompt) != prompt:
                 raise UserError(f"the collector requests two prompts with the id {prompt.id!r}: give each its own")
             own = self._rollouts.setdefault(prompt.id, {})
-            for rollout in added or self._new(prompt, len(own), count):
+            new = (
+                requests_for([prompt], len(own) + count, self.sampling, self.seed, self.step)[len(own) :]
+                if count
+                else ()
+            )
+            for rollout in added or map(unstarted, new):
                 name = prompt.id, rollout.request.sample
                 if not rollout.is_partial and rollout.request.sample not in own:
                     self._ended_before.add(name)
@@ -130,11 +138,6 @@ class StepCollection:
         if enough is None or whole < enough:
             self._make([*partial.values()], None if enough is None else Goal(enough - whole, partial.values()), limit)
         return [self._group(name) for name in requested]
-
-    def _new(self, prompt: Prompt, first: int, count: int) -> list[Rollout]:
-        """Return rollouts without a token yet."""
-        seeds = {sample: seed_of(self.seed, self.step, prompt.id, sample) for sample in range(first, first + count)}
-        return [unstarted(Request(prompt, sample, seed, self.sampling)) for sample, seed in seeds.items()]
 
     def _make(self, partial: Sequence[Rollout], goal: Goal | None, token_limit: int | None) -> None:
         """Continue partial rollouts until the goal is reached, to `token_limit` tokens each at most."""
@@ -205,7 +208,8 @@ class StepCollection:
         is no list of different scored groups."""
         with own_code_unless_ours(f"collector {name_of(collector)}", getattr(collector, "func", collector)):
             groups = self._checked(collector)
-        self._trained = {group.prompt.id: self._zeroed(group) for group in with_rewards(groups)}
+        self._returned = {group.prompt.id for group in groups}
+        self._trained = {group.prompt.id: self._zeroed(group) for group in only_judged(groups)}
         if not self._trained:
             raise UserError("the judge scored no rollout of the step (see above): fix it, then grpo train resume=auto")
         if len(self._trained) < len(groups):
@@ -238,7 +242,7 @@ class StepCollection:
         """Return the judged groups whose rollouts have all ended in this step, trained on or not."""
         ended = [group for group in self.groups if group.whole and not self._unjudged(group).rollouts]
         judged = {group.prompt.id: self._judged(group) for group in ended} | self._trained
-        return with_rewards([judged[name] for name in self._rollouts if name in judged])
+        return only_judged([judged[name] for name in self._rollouts if name in judged])
 
     @property
     def stats(self) -> EngineStats:
@@ -249,7 +253,7 @@ class StepCollection:
         """Return counts of rollouts, and the collector's notes."""
         groups = self.groups
         sizes = [len(group.rollouts) for group in groups]
-        dropped = [group for group in groups if group.whole and group.prompt.id not in self._trained]
+        dropped = [group for group in groups if group.whole and group.prompt.id not in self._returned]
         lost = [one for group in dropped for one in group.rollouts]
         lost += [one for group in groups if group.prompt.id in self._trained for one in group.partial.rollouts]
         of_turns = dict[str, float]()

@@ -50,10 +50,8 @@ def play(
         return
     assert isinstance(task, Dialogue), "it has turns"
     if getattr(engine, "answers_in_place", False):
-        of = {_key(remaining_request(one)): one for one in partial}
-        conversation = Conversation(task, lambda rest: joined(of[_key(rest.request)], rest, version), spent)
         requests = [_ending(remaining_request(one), task) for one in partial]
-        yield from _generated(engine, partial, requests, version, enough, spent, answers=conversation)
+        yield from _generated(engine, partial, requests, version, enough, spent, task)
     else:
         yield from _in_rounds(engine, task, partial, version, enough, spent)
 
@@ -170,7 +168,7 @@ def _generated(
     version: int,
     enough: Enough | None,
     spent: Spent,
-    **answers: Conversation,
+    in_place: Dialogue | None = None,
 ) -> Iterator[Episode]:
     """Generate the rest of each. Without `enough`, a custom engine need not be able to stop early."""
     of = {_key(request): one for request, one in zip(requests, partial, strict=True)}
@@ -180,6 +178,7 @@ def _generated(
 
     any_engine: Any = engine
     stops = () if enough is None else (lambda rest: enough(whole(rest)),)
+    answers = {} if in_place is None else {"answers": Conversation(in_place, whole, spent)}
     for rest in any_engine.generate(requests, *stops, **answers):
         assert not rest.is_partial or enough, "without `enough` an engine stops nothing"
         yield whole(rest)

@@ -7,13 +7,16 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
+from itertools import starmap
+from typing import Any
 
 import numpy as np
 
 from grpo_cli.interfaces import BatchTask, Task
 from grpo_cli.settings import Sampling
-from grpo_cli.support.errors import UserError
-from grpo_cli.types import LARGEST_REWARD, Group, Prompt, Request, Rollout, ScoredGroup
+from grpo_cli.support.errors import UserError, own_code_unless_ours
+from grpo_cli.support.facts import name_of
+from grpo_cli.types import LARGEST_REWARD, Group, Prompt, Request, Reward, Rollout, ScoredGroup
 
 
 def seed_of(*names: object) -> int:
@@ -26,6 +29,8 @@ def check_ids(prompts: Iterable[Prompt], which: str) -> None:
     """Raise UserError for two prompts with the same id, which identifies seeds, groups and what is learnt."""
     numbers: dict[str, int] = {}
     for number, prompt in enumerate(prompts, 1):
+        if not isinstance(prompt.token_ids, tuple):
+            raise UserError(f"prompt {prompt.id!r} has a {type(prompt.token_ids).__name__} of token_ids: give a tuple")
         first = numbers.setdefault(prompt.id, number)
         if first != number:
             raise UserError(
@@ -59,11 +64,14 @@ def group_rollouts(prompts: Sequence[Prompt], rollouts: Iterable[Rollout]) -> li
 def score_all(task: Task, groups: Sequence[Group]) -> list[ScoredGroup]:
     """Judge every rollout of many groups, all at once if the task can. UserError for a reward that is not finite."""
     pairs = [(group.prompt, rollout) for group in groups for rollout in group.rollouts]
-    given = task.rewards(pairs) if isinstance(task, BatchTask) else [task.reward(*pair) for pair in pairs]
+    with own_code_unless_ours(f"task {name_of(task)}", task):
+        given: list[Any] = [*(task.rewards(pairs) if isinstance(task, BatchTask) else starmap(task.reward, pairs))]
     if len(given) != len(pairs):
         raise UserError(
             f"the task's rewards returned {len(given)} rewards for {len(pairs)} rollouts: return one for each"
         )
+    if wrong := [one for one in given if not isinstance(one, Reward)]:
+        raise UserError(f"the task's reward returned {wrong[0]!r:.40}: return a Reward of grpo_cli.types")
     rewards = iter(given)
     scored = [ScoredGroup(g.prompt, g.rollouts, tuple(next(rewards) for _ in g.rollouts)) for g in groups]
     for group in scored:
@@ -82,7 +90,7 @@ def check_rewards(group: ScoredGroup) -> None:
         )
 
 
-def with_rewards(groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
+def only_judged(groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
     """Keep the rollouts that have a judgement."""
     judged = [group.take([i for i, one in enumerate(group.rewards) if one.judged]) for group in groups]
     return [group for group in judged if group.rollouts]

@@ -50,22 +50,14 @@ def from_plain(state: Mapping[str, Any]) -> Any:
     name, ids, answer = state["prompt"]
     prompt, fates = Prompt(name, tuple(ids), answer), state["rollouts"]
     tokens = [state[name].split([fate["length"] for fate in fates]) for name in ("token_ids", "logprobs")]
-    rollouts = tuple(
-        _rollout(prompt, fate, tuple(ids.tolist()), tuple(logprobs.tolist()))
-        for fate, ids, logprobs in zip(fates, *tokens, strict=True)
-    )
+    rollouts = list[Rollout]()
+    for fate, own, logprobs in zip(fates, *tokens, strict=True):
+        request = Request(prompt, fate["sample"], int(fate["seed"]), Sampling(**fate["sampling"]))
+        spans, finish = tuple(Span(*span) for span in fate["spans"]), Finish(fate["finish"])
+        rollouts.append(Rollout(request, tuple(own.tolist()), tuple(logprobs.tolist()), finish, spans))
     if "rewards" not in state:
-        return Group(prompt, rollouts)
-    return ScoredGroup(prompt, rollouts, tuple(Reward(*reward) for reward in state["rewards"]))
-
-
-def _rollout(
-    prompt: Prompt, fate: Mapping[str, Any], token_ids: tuple[int, ...], logprobs: tuple[float, ...]
-) -> Rollout:
-    sampling = Sampling(**fate["sampling"] | {"stop": tuple(fate["sampling"]["stop"])})
-    request = Request(prompt, fate["sample"], int(fate["seed"]), sampling)
-    spans = tuple(Span(*span) for span in fate["spans"])
-    return Rollout(request, token_ids, logprobs, Finish(fate["finish"]), spans)
+        return Group(prompt, tuple(rollouts))
+    return ScoredGroup(prompt, tuple(rollouts), tuple(Reward(*reward) for reward in state["rewards"]))
 
 
 class HoldsGroups:

@@ -1,7 +1,6 @@
-"""SFT warm-up (`train.warmup=sft`): the first steps of a run imitate demonstrations, until there is a completion to
-reward.
+"""SFT warm-up (`train.warmup=sft`): the first `train.warmup_steps` steps of a run imitate demonstrations.
 
-Which ones a step takes is a function of the seed and its number, and so the same in a run that was resumed.
+The seed and the step's number determine which ones a step takes, so a resumed run takes the same.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Finds the recorded run that `resume=` or `checkpoint=` names, and puts what is typed over its settings."""
+"""Finds the recorded run that `resume=` or `checkpoint=` names, and puts command-line values over its settings."""
 
 from __future__ import annotations
 

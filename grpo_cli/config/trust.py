@@ -1,7 +1,7 @@
 """Checks what a recorded run names, since a run folder is untrusted input.
 
-Unless it has a value of `conf/`, a setting must be typed again that names code or files outside the current directory,
-or that configures Hydra, a tracker, a judge's server or an engine's library.
+A user must type some settings again, unless they have a value of `conf/`: those that name code or files outside the
+current directory, or configure Hydra, a tracker, a judge's server or an engine's library.
 """
 
 from __future__ import annotations

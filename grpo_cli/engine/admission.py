@@ -18,7 +18,7 @@ TryTakeRoom = Callable[[Sequence, Seq[Sequence]], bool]
 
 class Admission:
     """The waiting sequences of one `generate`, and how many may run: `slots` at a time. With `refills` a waiting one
-    takes the place of each that ends (continuous batching), else all of a round end before the next one begins.
+    takes the place of each that ends (continuous batching), else all of a round end, or wait for an environment, first.
 
     A sequence that waits for room stays ahead of all that are chosen later, while others begin. One that has begun
     before comes first, and may continue while a round still runs.
@@ -74,8 +74,8 @@ class Forecast:
     def held(self, sequences: Seq[Sequence]) -> float:
         """Return the tokens that they hold together on average from now to their ends, with half of each one's last
         block, which is empty. Each is expected to make at least half the mean more than it has now."""
-        made = np.array([sequence.made for sequence in sequences])
-        mean = (self._tokens + made.sum()) / self._finished
+        computed = np.array([sequence.computed for sequence in sequences])
+        mean = (self._tokens + computed.sum()) / self._finished
         expected = [mean if sequence.predicted is None else sequence.predicted for sequence in sequences]
-        ends = np.maximum(expected, made + mean / 2)
-        return float((made.clip(max=self._keys) + ends.clip(max=self._keys) + BLOCK).sum() / 2)
+        ends = np.maximum(expected, computed + mean / 2)
+        return float((computed.clip(max=self._keys) + ends.clip(max=self._keys) + BLOCK).sum() / 2)

@@ -63,11 +63,11 @@ class SequenceEngine:
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return what a resumed run continues from bit for bit."""
-        return {"predictor": self._predictor.state()}
+        return {"predictor": self._predictor.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict`."""
-        self._predictor.load_state(state["predictor"])
+        self._predictor.load_state_dict(state["predictor"])
 
     def _predict(self, sequences: Seq[Sequence]) -> None:
         if not sequences:

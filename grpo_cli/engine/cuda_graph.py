@@ -31,7 +31,7 @@ class GraphedSteps:
 
     def __call__(self, step: Callable[[Rows], StepOutput], rows: Rows) -> StepOutput:
         given = _tensors_of(rows)
-        shape = (rows.drawing.flags, *(tensor.shape for tensor in given))
+        shape = (rows.sampling.flags, *(tensor.shape for tensor in given))
         if shape in self._captured:
             inputs, replay = self._captured[shape]
             torch._foreach_copy_(inputs, given)

@@ -85,8 +85,7 @@ class Decoder:
     @property
     def dtype(self) -> torch.dtype:
         """Precision of the weights."""
-        dtype: torch.dtype = self.model.model.embed_tokens.weight.dtype
-        return dtype
+        return self.model.model.embed_tokens.weight.dtype
 
     @property
     def precision(self) -> torch.dtype:
@@ -183,9 +182,9 @@ class Decoder:
 
     def step(self, rows: Rows, cache: PagedCache, evictor: Evictor | None = None) -> Float[Tensor, "R H"]:
         """Feed one token per row: write each row's key and value, and return the last hidden state."""
-        note = evictor.see_received if evictor is not None and evictor.policy.needs_received else None
+        note = evictor.add_attention if evictor is not None and evictor.policy.needs_received else None
         attend = self.backend(rows, cache, self.scale, note)
-        attend = attend if evictor is None else evictor.watching(rows, attend)
+        attend = attend if evictor is None else evictor.recording_queries(rows, attend)
         return self.run(rows.tokens, rows.positions, attend, self.compiled or self.functions)
 
     def run(

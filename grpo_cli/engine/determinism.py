@@ -20,7 +20,7 @@ from torch import Tensor
 from grpo_cli.engine.decoder import Decoder, Padding
 from grpo_cli.engine.kv_cache import BLOCK, PagedCache
 from grpo_cli.engine.layers import EAGER
-from grpo_cli.engine.sampling import draw, drawing_of
+from grpo_cli.engine.sampling import draw, row_sampling
 from grpo_cli.engine.sequence import Rows
 from grpo_cli.native.library import library
 from grpo_cli.settings import Sampling
@@ -39,7 +39,7 @@ _FOUND: dict[Hashable, Padding | None] = {}
 _AGREES: dict[Hashable, bool] = {}
 
 
-def without_company(decoder: Decoder) -> tuple[Decoder, bool]:
+def batch_invariant(decoder: Decoder) -> tuple[Decoder, bool]:
     """Return the decoder with the padding for its model on this machine, and True if with it a row's bits were the same
     in every batch tested; it packs weights unless bits hold only without. Takes 0.05 s for the embedded model, 0.4 s at
     hidden size 576. Only float32 in C is tested; elsewhere nothing is promised."""
@@ -115,7 +115,7 @@ def _found_by(decoder: Decoder) -> tuple[Tensor, ...]:
         memory.copy_(torch.randn(memory.shape, generator=numbers))
     own, prompt = torch.arange(4 * rows).view(2, rows, 2)
     some, uniform = torch.full((rows,), BLOCK + 5), torch.rand(rows, generator=numbers, dtype=torch.float64)
-    drawing = drawing_of([Sampling.plain(1)] * rows, decoder.device, decoder.is_native)
+    drawing = row_sampling([Sampling.plain(1)] * rows, decoder.device, decoder.is_native)
     step = Rows(drawing, some, some, some, own[:, 1], some, some, uniform, own, prompt)
     heads = layout.heads * layout.group, layout.heads, layout.heads
     q, k, v = (torch.randn(rows, count, layout.dim, generator=numbers).to(layout.dtype) for count in heads)

@@ -53,7 +53,7 @@ class Evictor:
         self._at_once = max(1, slots // layout.layers)
         self._prompt_width = 0 if policy.protect_prompt else BLOCK * blocks[1]
         self._queries, self._received = statistics(policy, layout, slots, blocks, device)
-        self._notes = [note for note in (self._queries, self._received) if note is not None]
+        self._statistics = [one for one in (self._queries, self._received) if one is not None]
         self.evictions = 0
 
     def of_prompt(self, sequence: Sequence) -> int:
@@ -81,15 +81,15 @@ class Evictor:
             if self._prompt_width and sequence.prompt is not None and sequence.prompt.received is not None:
                 length = sequence.prompt.length
                 self._received[:, sequence.slot, :, :length] = sequence.prompt.received[..., :length]
-        for note, kept in zip(self._notes, sequence.notes, strict=bool(sequence.notes)):
-            note[:, sequence.slot] = kept
-        sequence.notes = ()
+        for own, kept in zip(self._statistics, sequence.statistics, strict=bool(sequence.statistics)):
+            own[:, sequence.slot] = kept
+        sequence.statistics = ()
 
     def pause(self, sequence: Sequence) -> None:
         """Keep the statistics of a sequence whose slot another one takes."""
-        sequence.notes = tuple(note[:, sequence.slot].clone() for note in self._notes)
+        sequence.statistics = tuple(one[:, sequence.slot].clone() for one in self._statistics)
 
-    def watching(self, rows: Rows, attend: Attention) -> Attention:
+    def recording_queries(self, rows: Rows, attend: Attention) -> Attention:
         """Return the attention of a step which records the queries, too."""
         self._slots, self._own = rows.slots, BLOCK * rows.own.shape[1]
         if self._queries is None:
@@ -103,13 +103,13 @@ class Evictor:
 
         return seen
 
-    def see_received(self, layer: int, paid: Float[Tensor, "R H n"]) -> None:
+    def add_attention(self, layer: int, attention: Float[Tensor, "R H n"]) -> None:
         """Record the attention that the keys of each row's prompt and then its own received."""
-        assert self._received is not None, "it is watched"
-        received, of_prompt = self._received[layer], paid.shape[2] - self._own
-        received.narrow(2, self._prompt_width, self._own).index_add_(0, self._slots, paid[..., of_prompt:])
+        assert self._received is not None, "the policy needs it"
+        received, of_prompt = self._received[layer], attention.shape[2] - self._own
+        received.narrow(2, self._prompt_width, self._own).index_add_(0, self._slots, attention[..., of_prompt:])
         if self._prompt_width:
-            received.narrow(2, 0, of_prompt).index_add_(0, self._slots, paid[..., :of_prompt])
+            received.narrow(2, 0, of_prompt).index_add_(0, self._slots, attention[..., :of_prompt])
 
     def make_room(self, running: Seq[Sequence], cache: PagedCache) -> None:
         """Cut down the sequences that are due."""
@@ -129,8 +129,7 @@ class Evictor:
         policy, own, prompt = self.policy, sequences[0].held, self.of_prompt(sequences[0])
         mine = table_of([sequence.blocks for sequence in sequences])
         theirs = table_of([s.prompt.blocks for s in sequences if s.prompt is not None and prompt])
-        before = [sequence.prompt_length if policy.protect_prompt else 0 for sequence in sequences]
-        sinks = np.maximum(policy.sinks - np.array(before), 0)
+        sinks = np.array([max(0, policy.sinks - policy.protect_prompt * one.prompt_length) for one in sequences])
         slots = np.array([sequence.slot for sequence in sequences])
         at, shared, rows, protected = send(self._device, mine, theirs, slots, sinks)
 

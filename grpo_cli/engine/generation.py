@@ -26,7 +26,7 @@ from grpo_cli.engine.eviction import Budget
 from grpo_cli.engine.evictor import Evictor
 from grpo_cli.engine.kv_cache import BLOCK, CachedPrompt, PagedCache, blocks_for, round_up, table_of
 from grpo_cli.engine.kv_plan import KvPlan
-from grpo_cli.engine.sampling import draw, drawing_of, uniforms
+from grpo_cli.engine.sampling import draw, row_sampling, uniforms
 from grpo_cli.engine.scheduling import Scheduler
 from grpo_cli.engine.sequence import Rows, RunningBatch, Sequence, Status
 from grpo_cli.interfaces import EnvironmentAnswers
@@ -41,7 +41,7 @@ class Generation:
     """The state while one list of requests is served. Requests whose prompts have the same id share a prefill.
 
     `prefix`: how many tokens every rollout makes before lengths are predicted. With `capture`, steps have fixed shapes
-    and are captured (see `cuda_graph.py`). Once `enough` returns True for a finished rollout, serving is `halted`. No
+    and are captured (see `cuda_graph.py`). Once `enough` returns True for a finished rollout, serving is `stopped`. No
     part refers to it, so keys, values and copies of weights are freed with it, before the update.
     """
 
@@ -72,7 +72,7 @@ class Generation:
         padding_block = self._cache.count if padding_slot else None
         self._batch = RunningBatch(slots, block_limits, device, decoder.is_native, padding_block)
         self._graphs = None if capture is None else GraphedSteps(capture)
-        self._observations, self._enough, self.halted = observations, enough, False
+        self._observations, self._enough, self.stopped = observations, enough, False
         self._awaiting_observation: dict[int, Sequence] = {}  # by the number of its request
         self._eos, self._decode, self._span = frozenset(parts.eos_token_ids), parts.decode, parts.span
         self._unfinished = Counter(request.prompt.id for request in requests)
@@ -83,19 +83,19 @@ class Generation:
         """Serve everything that waits, in the scheduler's order, and yield what ends.
 
         With `pause_at`, a sequence that has made this number of tokens without ending pauses with its last hidden
-        state, and waits for the next `serve`. When it is `halted`, all unfinished ones are yielded partial.
+        state, and waits for the next `serve`. When it is `stopped`, all unfinished ones are yielded partial.
         """
         self._admission.start(scheduler, self.waiting)
         self.waiting, running = [], self._batch.sequences
-        while not self.halted and (len(self._admission) or running or self._awaiting_observation):
+        while not self.stopped and (len(self._admission) or running or self._awaiting_observation):
             done = self._begin(self._admission.admit(running, self._try_take_room))
             if not done and running:  # else free slots are filled first
                 with self._span("decode"):
                     done = self._step(pause_at)
             for sequence, rollout in chain(self._settle(done), self._take_observations()):
-                self.halted = self.halted or self._enough is not None and self._enough(rollout)
+                self.stopped = self.stopped or self._enough is not None and self._enough(rollout)
                 yield sequence, rollout
-        if self.halted:
+        if self.stopped:
             while self._awaiting_observation:  # so that a partial rollout ends where the model writes next
                 yield from self._take_observations()
             for sequence in self._sequences:
@@ -116,15 +116,17 @@ class Generation:
             self._batch.add(sequence)
             if self._evictor is not None:
                 self._evictor.begin(sequence)
-            if not sequence.made and sequence.tokens:  # it was preempted: its first token is known, the others are read
-                sequence.made = 1
+            if (
+                not sequence.computed and sequence.tokens
+            ):  # it was preempted: its first token is known, the others are read
+                sequence.computed = 1
         self._most_running = max(self._most_running, len(self._batch.sequences))
-        new = [sequence for sequence in sequences if not sequence.made]
+        new = [sequence for sequence in sequences if not sequence.computed]
         if not new:
             return []
         logits = torch.stack([x for s in new if s.prompt is not None and (x := s.prompt.logits) is not None])
         (first,) = send(self._decoder.device, np.array([s.uniforms[0] for s in new]))
-        by = drawing_of([s.request.sampling for s in new], self._decoder.device, self._decoder.is_native)
+        by = row_sampling([s.request.sampling for s in new], self._decoder.device, self._decoder.is_native)
         return self._append(new, *read(*draw(logits, first, by)))
 
     def _prefill(self, prompts: Seq[CachedPrompt]) -> None:
@@ -162,19 +164,19 @@ class Generation:
             sequence.held += 1
         done = self._append(running, *columns)
         if pause_at is not None:
-            self._pause([s for s in running if s.made == pause_at and s.finish is None], running, hidden)
+            self._pause([s for s in running if s.computed == pause_at and s.finish is None], running, hidden)
         return done
 
     def _compute(self, rows: Rows) -> StepOutput:
         hidden = self._decoder.step(rows, self._cache, self._evictor)
-        return hidden, *draw(self._decoder.logits(hidden), rows.uniform, rows.drawing)
+        return hidden, *draw(self._decoder.logits(hidden), rows.uniform, rows.sampling)
 
     def _append(self, sequences: Seq[Sequence], tokens: np.ndarray, logprobs: np.ndarray) -> list[Sequence]:
         """Add drawn tokens, but not to sequences that still read; return those that end, or whose turn ends."""
         ended = []
         for s, token, logprob in zip(sequences, tokens.tolist(), logprobs.tolist(), strict=True):
-            if s.made < len(s.tokens):
-                s.made += 1
+            if s.computed < len(s.tokens):
+                s.computed += 1
                 continue
             s.append(token, logprob)
             if s.ends(self._eos, self._decode, self._observations is not None):
@@ -196,7 +198,7 @@ class Generation:
                     self._batch.grow(sequence, cache.take(count))
                 return
             assert len(running) > 1, "there is room for one sequence"
-            self._preempt(youngest := min(reversed(running), key=lambda sequence: sequence.made))
+            self._preempt(youngest := min(reversed(running), key=lambda sequence: sequence.computed))
             self._admission.put_first(youngest)
 
     def _make_free(self, blocks: int, reader: Sequence | None = None) -> bool:
@@ -234,7 +236,7 @@ class Generation:
     def _preempt(self, sequence: Sequence) -> None:
         self._preempted += 1
         self._stop(sequence, Status.WAITING)
-        sequence.made, sequence.held, sequence.notes = 0, 0, ()
+        sequence.computed, sequence.held, sequence.statistics = 0, 0, ()
 
     def _pause(self, sequences: Seq[Sequence], running: Seq[Sequence], hidden: Tensor) -> None:
         """Pause sequences: they keep their keys and hidden states, and wait for the next `serve`."""
@@ -277,7 +279,7 @@ class Generation:
         if self._observations is None or not self._awaiting_observation:
             return
         awaiting = set(self._awaiting_observation.values())
-        must_wait = self.halted or not (len(self._admission) or any(s not in awaiting for s in self._batch.sequences))
+        must_wait = self.stopped or not (len(self._admission) or any(s not in awaiting for s in self._batch.sequences))
         for number, observation in self._observations.answers(wait=must_wait):
             sequence = self._awaiting_observation.pop(number)
             if observation is None or not sequence.has_room(len(observation)):

@@ -13,12 +13,10 @@ from grpo_cli.types import Request
 
 @dataclass(frozen=True)
 class KvPlan:
-    """The blocks of a generation, computed from its requests, the model and the sampler's limits.
-
-    A sequence takes blocks as it grows, at most `own_blocks`. A prompt of at most `prompt_blocks` is stored once, from
-    the start of its first rollout to the end of its last. With `prefix_blocks` every rollout makes a prefix first, for
-    the predictor, and keeps `prefix_blocks` blocks until it continues. Prompts that wait are computed again
-    if there are more than LEAST_AT_ONCE and than can run.
+    """The blocks of a generation. A sequence takes blocks as it grows, at most `own_blocks`. A prompt of at most
+    `prompt_blocks` is stored once, from the start of its first rollout to the end of its last. With `prefix_blocks`
+    every rollout makes a prefix first, for the predictor, and keeps `prefix_blocks` blocks until it continues. Prompts
+    that wait are computed again if there are more than LEAST_AT_ONCE and than can run.
     """
 
     layout: KvLayout

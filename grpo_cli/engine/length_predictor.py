@@ -34,10 +34,10 @@ class Predictor(Protocol):
     def learn(self, finished: Sequence[Rollout], hidden: Float[Tensor, "R H"] | None) -> None:
         """Learn from one `generate`'s rollouts. Held-out ones are left out, so after an evaluation there is none."""
 
-    def state(self) -> Mapping[str, Any]:
+    def state_dict(self) -> Mapping[str, Any]:
         """Return what it has learned, as tensors and plain values, for a checkpoint."""
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state`."""
 
 
@@ -51,10 +51,10 @@ class NoPredictor:
 
     def learn(self, finished: Sequence[Rollout], hidden: Float[Tensor, "R H"] | None) -> None: ...
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return {"kind": "none"}
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         of_kind(state, "predictor", "none")
 
 
@@ -90,10 +90,10 @@ class MeanLength:
     def _with(self, lengths: Sequence[int], old: Sequence[float]) -> list[float]:
         return [self._decay * old[0] + len(lengths), self._decay * old[1] + sum(lengths)]
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return {"kind": "mean", "prompts": dict(self._prompts), "all": self._all}
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         of_kind(state, "predictor", "mean")
         self._prompts, self._all = dict(state["prompts"]), state["all"]
 
@@ -144,11 +144,11 @@ class PrefixHead:
         if len(self._targets) >= self._min_rollouts:
             self._head = fit_ridge(self._features.astype(np.float64), self._targets, self.SHRINKAGES)
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         features, targets = torch.tensor(self._features), torch.tensor(self._targets)
         return {"kind": "prefix", "features": features, "targets": targets}
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         of_kind(state, "predictor", "prefix")
         self._features, self._targets = state["features"].numpy().copy(), state["targets"].numpy().copy()
         self._fit()

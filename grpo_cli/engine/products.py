@@ -38,7 +38,7 @@ class Linear:
 
 
 @dataclass(frozen=True)
-class Beside:
+class WithAdapters:
     """A product plus the output of adapters."""
 
     product: Product
@@ -112,7 +112,7 @@ class Weights:
             nothing = [weight.new_zeros(len(weight)) for weight in weights]
             biases = [none if base.bias is None else base.bias for base, none in zip(bases, nothing, strict=True)]
         product = self._multiply(_joined(weights), _joined(biases).detach().to(self.dtype) if biases else None)
-        return product if self._merges or not any(adapters) else self._beside(product, bases, adapters)
+        return product if self._merges or not any(adapters) else self._with_adapters(product, bases, adapters)
 
     def _multiply(self, weight: Tensor, bias: Tensor | None = None) -> Product:
         if not self.packed:
@@ -120,14 +120,16 @@ class Weights:
         packed, multiply = torch.ops.mkldnn._reorder_linear_weight(weight), torch.ops.mkldnn._linear_pointwise.default
         return lambda x: multiply(x, packed, bias, "none", [], None)
 
-    def _beside(self, product: Product, bases: Sequence[nn.Linear], adapters: Sequence[Sequence[Adapter]]) -> Product:
+    def _with_adapters(
+        self, product: Product, bases: Sequence[nn.Linear], adapters: Sequence[Sequence[Adapter]]
+    ) -> Product:
         """Compute the adapters: all down projections as one product, all up projections as another."""
         downs = _joined([down.detach().to(self.dtype) for own in adapters for down, _, _ in own])
         ups = list[Tensor]()
         for base, own in zip(bases, adapters, strict=True):
             wide = [(up.detach() * scale).to(self.dtype) for _, up, scale in own]
             ups.append(torch.cat([downs.new_zeros(base.out_features, 0), *wide], dim=1))
-        return Beside(product, self._multiply(downs), self._multiply(torch.block_diag(*ups)))
+        return WithAdapters(product, self._multiply(downs), self._multiply(torch.block_diag(*ups)))
 
 
 def adapters_of(layer: Any) -> list[Adapter] | None:

@@ -94,7 +94,7 @@ class RayEngine(SequenceEngine):
         for there in self._places:
             if there["software"] != ours:
                 raise UserError(f"{there['host']} has {there['software']}, not {ours}: install the same everywhere")
-        self._frozen = ray.put((hollow(model), numbers(model, trained=False), build))
+        self._frozen = ray.put((without_weights(model), numbers(model, trained=False), build))
         self._weights: Any = None  # a reference too
         self._facts: Mapping[str, Any] = {}
 
@@ -249,7 +249,7 @@ def portions(requests: int, workers: int, at_once: bool) -> list[list[int]]:
     return [piece.tolist() for piece in pieces if len(piece)]
 
 
-def hollow(model: nn.Module) -> nn.Module:
+def without_weights(model: nn.Module) -> nn.Module:
     """Return a copy for generation without the numbers of parameters and buffers, which `fill` sets."""
     memo: dict[int, Any] = {}  # tensors in it are not copied, and tied ones stay tied
     for tensor in _tensors(model).values():
@@ -265,7 +265,7 @@ def numbers(model: nn.Module, trained: bool) -> dict[str, np.ndarray]:
 
 
 def fill(model: nn.Module, given: Mapping[str, np.ndarray], device: torch.device) -> None:
-    """Set tensors of a model that was `hollow`. On a CPU they share the memory of `given`; on a GPU addresses stay."""
+    """Set weights of a model `without_weights`. On a CPU they share the memory of `given`; on a GPU addresses stay."""
     own = _tensors(model)
     with warnings.catch_warnings(), torch.no_grad():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)

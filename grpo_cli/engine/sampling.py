@@ -30,7 +30,7 @@ FIRST = 256
 
 
 @dataclass(frozen=True)
-class Drawing:
+class RowSampling:
     """The sampling settings of each row, and what no row needs. `natively`: draw in C where nothing is truncated."""
 
     temperature: Float[Tensor, "R"]
@@ -46,7 +46,7 @@ class Drawing:
     def flags(self) -> tuple[bool, ...]:
         return self.tempered, self.greedy, self.all_greedy, self.truncated
 
-    def of(self, rows: slice) -> Drawing:
+    def of(self, rows: slice) -> RowSampling:
         """Return the settings of some rows."""
         return replace(self, temperature=self.temperature[rows], top_p=self.top_p[rows], top_k=self.top_k[rows])
 
@@ -64,23 +64,22 @@ def uniforms(seeds: Sequence[int], count: int) -> np.ndarray:
     return (state >> np.uint64(11)) * 2.0**-53
 
 
-def drawing_of(settings: Sequence[Sampling], device: torch.device, natively: bool = False) -> Drawing:
+def row_sampling(settings: Sequence[Sampling], device: torch.device, natively: bool = False) -> RowSampling:
     """Return the drawing of rows with these settings."""
     words = np.array([(s.temperature, s.top_p, s.top_k) for s in settings], dtype=np.float64).T
     temperature, top_p, top_k = send(device, *np.ascontiguousarray(words))
     greedy = words[0] == 0.0
     flags = bool((words[0] != 1.0).any()), bool(greedy.any()), bool(greedy.all())
     truncated = bool(((words[1] < 1.0) | (words[2] > 0)).any())
-    return Drawing(temperature.float(), top_p.float(), top_k.long(), *flags, truncated, natively)
+    return RowSampling(temperature.float(), top_p.float(), top_k.long(), *flags, truncated, natively)
 
 
-def draw(logits: Float[Tensor, "R V"], uniform: Float[Tensor, "R"], by: Drawing) -> tuple[Tensor, Tensor]:
+def draw(logits: Float[Tensor, "R V"], uniform: Float[Tensor, "R"], by: RowSampling) -> tuple[Tensor, Tensor]:
     """Draw one token per row; returns them with their log-probabilities, float32, which are 0 in greedy rows."""
     if by.natively and not by.truncated:
         return ops.draw(logits, uniform, by.temperature)
-    as_it_is = logits.dtype == torch.float32 or logits.device.type != "cpu"
-    few = max(1, len(logits)) if as_it_is else rows_at_once(logits.shape[1])
-    if len(logits) <= few:
+    few = rows_at_once(logits.shape[1])
+    if logits.dtype == torch.float32 or logits.device.type != "cpu" or len(logits) <= few:
         return _draw(logits.float(), uniform, by)
     parts = (slice(at, at + few) for at in range(0, len(logits), few))
     drawn = [_draw(logits[part].float(), uniform[part], by.of(part)) for part in parts]
@@ -88,7 +87,7 @@ def draw(logits: Float[Tensor, "R V"], uniform: Float[Tensor, "R"], by: Drawing)
     return tokens, chosen
 
 
-def _draw(logits: Float[Tensor, "R V"], uniform: Float[Tensor, "R"], by: Drawing) -> tuple[Tensor, Tensor]:
+def _draw(logits: Float[Tensor, "R V"], uniform: Float[Tensor, "R"], by: RowSampling) -> tuple[Tensor, Tensor]:
     if by.all_greedy:
         return logits.argmax(-1), logits.new_zeros(logits.shape[0])
     scaled = logits

@@ -3,10 +3,10 @@
 All of them read the predicted lengths once, when a `generate` starts. None leaves a slot empty while a sequence waits,
 so any of them is within 2 - 1/slots of the shortest possible makespan, whatever was predicted (Graham).
 
-With continuous sampling the decode steps are the makespan of the lengths on the slots: `lpt` is good there, `fptas`
-close to the optimum (as far as the predictions are true; `lpt` bears their errors better), and `sjf`, the published
-refill rule, the worst, because its longest sequences start last. In rounds (`micro` sampling) they are the sum of the
-longest length of each round, which is least for the longest first.
+With `sampler=infinite` the number of decode steps is the makespan of the lengths on the slots. There `lpt` is good.
+`fptas` is close to the optimum if the predictions are true; `lpt` suffers less from wrong ones. `sjf`, the published
+refill rule, is the worst, because its longest sequences start last. With `sampler=micro` the number is the sum of the
+longest length of each round, and `lpt` makes it smallest.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from grpo_cli.engine.kv_cache import BLOCK, CachedPrompt, blocks_for
-from grpo_cli.engine.sampling import Drawing, drawing_of
+from grpo_cli.engine.sampling import RowSampling, row_sampling
 from grpo_cli.model.transfer import send
 from grpo_cli.types import ENVIRONMENT, Finish, Request, Rollout, Span
 
@@ -37,8 +37,8 @@ class Sequence:
         a prompt of 3 tokens, 5 made      p p p | g g g g g      the last token's key is written by the next step,
         held, while nothing was evicted               k k k k    so there is one key less than tokens made
 
-    `made` counts the tokens that it has sampled or read since it began; the others wait to be read. `held` counts its
-    own keys, which lie in `blocks`. It reads its prompt's keys in `prompt` until an eviction has moved some to its own.
+    `computed` counts the tokens that it has sampled or read since it began; the others wait to be read. `held` counts
+    its own keys, in `blocks`. It reads its prompt's keys in `prompt` until an eviction has moved some to its own.
     """
 
     index: int
@@ -48,12 +48,12 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     observed: list[tuple[int, int]] = field(default_factory=list)  # observations' tokens, from where to where
     finish: Finish | None = None
-    made: int = 0
+    computed: int = 0
     held: int = 0
     blocks: list[int] = field(default_factory=list)
     prompt: CachedPrompt | None = None
     slot: int = -1  # while it runs
-    notes: tuple[Tensor, ...] = ()  # an eviction policy's statistics while it is paused
+    statistics: tuple[Tensor, ...] = ()  # an eviction policy's statistics while it is paused
     predicted: float | None = None
     hidden: Tensor | None = None  # the policy's last hidden state after the predictor's prefix
     uniforms: np.ndarray = field(default_factory=lambda: np.zeros(0))  # what decides each of its tokens
@@ -75,7 +75,7 @@ class Sequence:
         """Add a sampled token."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
-        self.made += 1
+        self.computed += 1
 
     def ends(self, eos: Collection[int], decode: Decode | None, in_turns: bool = False) -> bool:
         """Return True, and set `finish`, if it, or its turn, ends with the token that was sampled last."""
@@ -134,7 +134,7 @@ def bucket(rows: int) -> int:
 class Rows:
     """The inputs of a decode step: what its rows read, where they write, and how they sample. Tables are padded."""
 
-    drawing: Drawing
+    sampling: RowSampling
     tokens: Int[Tensor, "R"]
     positions: Int[Tensor, "R"]
     held: Int[Tensor, "R"]  # keys of their own before this step
@@ -160,19 +160,19 @@ class RunningBatch:
         self._own, self._prompts = (np.zeros((slots + 1, width), dtype=np.int64) for width in widths)
         self._free, self._fill = list(range(slots))[::-1], fill
         self._device, self._natively = device, natively
-        self._drawing: Drawing | None = None  # until sequences change
+        self._sampling: RowSampling | None = None  # until sequences change
 
     def add(self, sequence: Sequence) -> None:
         self.sequences.append(sequence)
         sequence.slot, prompt = self._free.pop(), [] if sequence.prompt is None else sequence.prompt.blocks
         self._own[sequence.slot, : len(sequence.blocks)] = sequence.blocks
         self._prompts[sequence.slot, : len(prompt)] = prompt
-        self._drawing = None
+        self._sampling = None
 
     def remove(self, sequence: Sequence) -> None:
         self.sequences.remove(sequence)
         self._free.append(sequence.slot)
-        sequence.slot, self._drawing = -1, None
+        sequence.slot, self._sampling = -1, None
 
     def grow(self, sequence: Sequence, blocks: Seq[int]) -> None:
         """Give it more blocks."""
@@ -183,18 +183,25 @@ class RunningBatch:
         """Lay out what the decoder reads and samples by for one more token of each sequence."""
         running = self.sequences
         numbers = [
-            (s.tokens[s.made - 1], s.prompt_length + s.made - 1, s.held, s.blocks[s.held // BLOCK], s.seen, s.slot)
+            (
+                s.tokens[s.computed - 1],
+                s.prompt_length + s.computed - 1,
+                s.held,
+                s.blocks[s.held // BLOCK],
+                s.seen,
+                s.slot,
+            )
             for s in running
         ]
         missing = 0 if self._fill is None else bucket(len(running)) - len(running)
         numbers += [(0, 0, 0, self._fill or 0, 0, len(self._own) - 1)] * missing
         columns = np.array(numbers, dtype=np.int64).T.copy()
-        uniforms = np.array([*[s.uniforms[s.made] for s in running], *[0.0] * missing])
+        uniforms = np.array([*[s.uniforms[s.computed] for s in running], *[0.0] * missing])
         own, prompt = self._own.shape[1], self._prompts.shape[1]
         if self._fill is None:
             own, prompt = max([len(s.blocks) for s in running]), blocks_for(max([s.seen for s in running]))
-        if self._drawing is None:
+        if self._sampling is None:
             settings = [s.request.sampling for s in running]
-            self._drawing = drawing_of([*settings, *settings[:1] * missing], self._device, self._natively)
+            self._sampling = row_sampling([*settings, *settings[:1] * missing], self._device, self._natively)
         tables = self._own[columns[5], :own], self._prompts[columns[5], :prompt]
-        return Rows(self._drawing, *send(self._device, *columns, uniforms, *tables))
+        return Rows(self._sampling, *send(self._device, *columns, uniforms, *tables))

@@ -14,7 +14,7 @@ from grpo_cli.engine.eviction import Budget, Dense
 from grpo_cli.engine.length_predictor import Predictor
 from grpo_cli.engine.samplers import Sampler
 from grpo_cli.engine.scheduling import Scheduler
-from grpo_cli.engine.sequence import Sequence, Status
+from grpo_cli.engine.sequence import Sequence
 from grpo_cli.types import EngineStats, Finish, Request, Rollout
 
 Enough = Callable[[Rollout], bool]
@@ -42,7 +42,6 @@ class Serving:
                 self.stopped = self.stopped or (self.enough is not None and self.enough(self.ended[-1][1]))
 
     def end(self, sequence: Sequence, finish: Finish | None = None) -> None:
-        sequence.status = Status.FINISHED
         self.ended.append((sequence, sequence.rollout(finish)))
         self.tally.generated += len(sequence.tokens)
 
@@ -85,16 +84,14 @@ class ServingEngine(SequenceEngine):
         try:
             while given < len(requests):
                 if serving.stopped:
-                    for sequence in (one for one in sequences if one.status is not Status.FINISHED):
+                    for sequence in (one for one in sequences if one.finish is None):
                         serving.end(sequence, Finish.PARTIAL)
                 else:
                     entered = admission.admit(serving.running)
-                    for sequence in entered:
-                        sequence.status = Status.RUNNING
                     serving.running += entered
                     with parts.span("decode"):  # prompts included
                         self._advance(serving, entered)
-                    serving.running = [one for one in serving.running if one.status is Status.RUNNING]
+                    serving.running = [one for one in serving.running if one.finish is None]
                 for _, rollout in serving.ended[given:]:
                     given += 1
                     yield rollout

@@ -13,7 +13,7 @@ import torch
 from grpo_cli.engine.common import EngineParts, SequenceEngine, check_context
 from grpo_cli.engine.cuda_graph import CudaGraphs
 from grpo_cli.engine.decoder import Decoder
-from grpo_cli.engine.determinism import computes_the_same, without_company
+from grpo_cli.engine.determinism import batch_invariant, computes_the_same
 from grpo_cli.engine.eviction import Dense
 from grpo_cli.engine.generation import Generation
 from grpo_cli.engine.layers import NATIVE, Compiled
@@ -21,7 +21,6 @@ from grpo_cli.engine.products import has_packed
 from grpo_cli.engine.scheduling import Fifo
 from grpo_cli.engine.sequence import Sequence
 from grpo_cli.interfaces import EnvironmentAnswers, facts
-from grpo_cli.model.anatomy import unwrapped
 from grpo_cli.model.checks import context_of
 from grpo_cli.model.compiling import Compiler
 from grpo_cli.native.library import tried
@@ -53,7 +52,7 @@ class TorchEngine(SequenceEngine):
         on_gpu = self._decoder.device.type == "cuda"
         if on_gpu if compile is None else compile:
             self._decoder = replace(self._decoder, compiled=Compiled(Compiler(warn)))
-        if against := _against_graphs(unwrapped(model), self._decoder.device):
+        if against := _against_graphs(self._decoder.model, self._decoder.device):
             if cuda_graph:
                 raise UserError(f"engine.cuda_graph=true: {against}; leave it out")
             if on_gpu and cuda_graph is None:
@@ -95,7 +94,7 @@ class TorchEngine(SequenceEngine):
                 self._native = tried(lambda: computes_the_same(native), slower, self._parts.warn)
             self._decoder = native if self._native is True else self._decoder
         decoder = replace(self._decoder, may_pack=self._packed_weights and has_packed(self._decoder.precision))
-        self._decoder, self._is_invariant = without_company(decoder)
+        self._decoder, self._is_invariant = batch_invariant(decoder)
         if decoder.promises_bits and not self._is_invariant:
             self._warn_once(
                 f"float32 products depend on the number of rows here ({torch.get_num_threads()} threads): a rollout is "
@@ -116,18 +115,16 @@ class TorchEngine(SequenceEngine):
 
     def _serve(self, generation: Generation) -> Iterator[Rollout]:
         """Yield rollouts, with predicted lengths if the scheduler needs them. Sets `stats` however it ends."""
-        prefix = self._prefix
-        plan = generation.plan
         details = dict[str, float]()
-        if prefix and self._parts.sampler.kv_budget is not None:
+        if self._prefix and self._parts.sampler.kv_budget is not None:
             self._warn_once("predictor=prefix predicts nothing under a sampler.kv_budget: use predictor=mean")
         try:
-            if plan.prefix_blocks:
+            if generation.plan.prefix_blocks:
                 # Every rollout makes prefix + 1 tokens (the state after `prefix` of them yields one more), then waits
                 # with its keys kept. The cost, those keys and a partly idle last round, is counted.
-                yield from (rollout for _, rollout in generation.serve(Fifo(), pause_at=prefix + 1))
-            if not generation.halted:
-                predicting = plan.prefix_blocks > 0 or self._predictor.prefix_tokens == 0
+                yield from (rollout for _, rollout in generation.serve(Fifo(), pause_at=self._prefix + 1))
+            if not generation.stopped:
+                predicting = generation.plan.prefix_blocks > 0 or self._predictor.prefix_tokens == 0
                 if predicting:
                     self._predict(generation.waiting)
                 served = list[tuple[Sequence, Rollout]]()

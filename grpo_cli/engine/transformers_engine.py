@@ -21,7 +21,7 @@ from grpo_cli.engine.common import EngineParts, check_context
 from grpo_cli.engine.eviction import Budget, Dense
 from grpo_cli.engine.length_predictor import Predictor
 from grpo_cli.engine.samplers import Sampler
-from grpo_cli.engine.sampling import draw, drawing_of, uniforms
+from grpo_cli.engine.sampling import draw, row_sampling, uniforms
 from grpo_cli.engine.scheduling import Scheduler
 from grpo_cli.engine.sequence import Sequence
 from grpo_cli.engine.serving import Serving, ServingEngine
@@ -77,7 +77,7 @@ class GenerateEngine(ServingEngine):
         """Call the model's `generate` once. A row that has ended is computed on until all have, and its further tokens
         are dropped."""
         settings, device = [sequence.request.sampling for sequence in sequences], self._parts.model.device
-        most, by = max(sequence.limit for sequence in sequences), drawing_of(settings, device)
+        most, by = max(sequence.limit for sequence in sequences), row_sampling(settings, device)
         uniform = torch.from_numpy(uniforms([sequence.request.seed for sequence in sequences], most)).to(device)
         steps = iter(range(most))
 

@@ -21,7 +21,7 @@ import torch
 from pydantic import Field
 
 from grpo_cli.engine.common import EngineParts, Tally, check_context
-from grpo_cli.engine.sequence import Sequence, Status
+from grpo_cli.engine.sequence import Sequence
 from grpo_cli.engine.serving import Serving, ServingEngine
 from grpo_cli.engine.vllm_process import check_options, guest, head_sizes, only
 from grpo_cli.engine.vllm_served import Served
@@ -86,7 +86,8 @@ class VllmEngine(ServingEngine):
             self._enter(sequence, token_by_token)
         for output in self._step(serving.tally, len(serving.running)):
             sequence, made = serving.sequences[int(output.request_id)], output.outputs[0]
-            if sequence.status is not Status.RUNNING:
+            has_ended = sequence.finish is not None
+            if has_ended:
                 continue  # what was on its way when it was aborted
             if not sequence.tokens:
                 serving.tally.prefilled += sequence.prompt_length - (output.num_cached_tokens or 0)

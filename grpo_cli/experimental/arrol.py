@@ -5,11 +5,11 @@
     each continues with the chance s_i, at least 2 of a group being left, with the tokens that it would have had; the
     others reach neither the judge nor the update
 
-so that of a group about `keep` continue, of which the nearer to `share` are right the better the head can tell. It is
-learnt online, from what passed `at` and was judged. Ours: the formula of s_i (of the paper's own too little could be
-read), the ridge in place of a logistic head, and its calibration by the share of right ones in each tenth of its
-scores. What is left is not reweighed by 1 / s_i, so the gradient leans to balanced groups, and curricula know of those
-alone.
+So a share of about `keep` of a group continues. The better the head predicts, the closer the share of right ones among
+them is to `share`. The head learns online, from rollouts that passed `at` and were judged. Ours: the formula of s_i
+(too little of the paper's own could be read), the ridge in place of a logistic head, and its calibration by the share
+of right ones in each tenth of its scores. Rollouts that continue are not reweighted by 1 / s_i, so the gradient favours
+balanced groups; curricula see these rollouts only.
 
 Measured: docs/studies.md.
 """

@@ -8,7 +8,7 @@ distribution moves to conciseness and certainty. Not recovered, and so not here:
 the lengths, and how many redundant rollouts each prompt gets. The order above is ours, as is `shortest` for its name
 (`collector=dars` is another paper).
 
-It chooses without a look at rewards, but length tells of them: the gradient is that of a policy that ends sooner.
+It does not read rewards, but lengths correlate with them: the gradient favours a policy that ends sooner.
 
 Measured: docs/studies.md (the embedded model unlearns its task).
 """

@@ -28,13 +28,12 @@ from pydantic import Field
 
 from grpo_cli.experimental.sample_and_rank import mean_logprob
 from grpo_cli.experimental.search import Searching, SearchMethod
-from grpo_cli.settings import MOST_SAMPLES
+from grpo_cli.settings import Samples
 from grpo_cli.support.facts import facts
 from grpo_cli.support.ranges import Count
 from grpo_cli.types import Rollout
 
 SHARPNESS, TINY = 0.01, 1e-30  # what cosines are divided by; the least length of a direction
-Width = Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
 Temperature = Annotated[float, Field(gt=0)]
 
 
@@ -58,7 +57,7 @@ SharesOut = Callable[[Sequence[Leaf], Float[np.ndarray, "L H"], int], Sequence[i
 class Dora(SearchMethod):
     """A tree of `width` completions, which continues where completions are likely and their directions rare."""
 
-    width: Width
+    width: Samples
     temperature: Temperature
     every: Count
 

@@ -41,10 +41,7 @@ class Echo(Clipped):
 
     def terms(self, logprobs: Float[Tensor, "N"], batch: Batch) -> Terms:
         ratio, away = bounded_ratio(log_policy_ratio(logprobs, batch)), self._away(logprobs, batch)
-        advantage = batch.advantages.float()
-        terms = -torch.minimum(ratio * advantage, ratio.clamp(1 - away, 1 + away) * advantage)
-        above, below = ratio > 1 + away, ratio < 1 - away
-        return Terms(terms, ratio, (above & (advantage > 0)) | (below & (advantage < 0)))
+        return self.pessimistic(ratio, batch, ratio.clamp(1 - away, 1 + away))
 
     def _away(self, logprobs: Float[Tensor, "N"], batch: Batch) -> Float[Tensor, "N"]:
         mask = batch.response_mask

@@ -56,7 +56,7 @@ class Ets(SearchMethod):
         scores = [leaf.score for leaf in leaves]
         counts = rebase(scores, places, self.temperature)
         worth, labels = [count / sum(counts) for count in counts], clusters(cosines(states))
-        kept, _ = chosen(worth, [leaf.path for leaf in leaves], labels, self.cost, self.diversity)
+        kept = chosen(worth, [leaf.path for leaf in leaves], labels, self.cost, self.diversity)
         found = [0] * len(leaves)
         for i, count in zip(kept, rebase([scores[i] for i in kept], places, self.temperature), strict=True):
             found[i] = count
@@ -65,8 +65,8 @@ class Ets(SearchMethod):
 
 def chosen(
     worth: Sequence[float], paths: Sequence[Path], labels: Sequence[int], cost: float, diversity: float
-) -> tuple[list[int], float]:
-    """Return the leaves that continue, at least one, and their joint worth.
+) -> list[int]:
+    """Return the leaves that continue, at least one: those that are worth most together.
 
     `paths` are of the leaves' parents, from the root. A leaf is a node of its own.
     """
@@ -90,7 +90,7 @@ def chosen(
         bound = (value(some) if some else 0.0) + sum(worth[i] for i in left) + per_cluster * len(new)
         if left and bound > value(best):
             waiting += [(place + 1, some), (place + 1, [*some, left[0]])]
-    return sorted(best), value(best)
+    return sorted(best)
 
 
 def clusters(cos: Float[np.ndarray, "L L"]) -> list[int]:

@@ -4,9 +4,9 @@ has moved too far (arXiv 2605.17570).
     A >= 0: -min(rho A, clip(rho) A), per token
     A < 0:  the same up to and with the first token whose rho is outside [1 / veto, veto], and 0 for those after it
 
-A stage is a step: train.prompts=256 train.minibatches=64. The paper's formulas and numbers could not be read, only its
-abstract and summaries: that the veto has a threshold of its own, and takes away what follows the first ratio beyond it
-in a completion with A < 0. Ours: that the band has two sides, its width, that of the clip, and that a vetoed token
+A stage is a step: train.prompts=256 train.minibatches=64. Only the paper's abstract and summaries could be read, no
+formulas and no numbers. In them the veto has a threshold of its own, and removes what follows the first ratio beyond
+it in a completion with A < 0. Ours: a band with two sides, its width, the width of the clip, and that a vetoed token
 counts in the divisors.
 
 Not measured.

@@ -59,10 +59,10 @@ class Oracle:
     def learn(self, finished: Sequence[Rollout], hidden: Float[Tensor, "R H"] | None) -> None:
         self._replayed.update({r.request.prompt.id for r in finished} & self._recorded.keys())
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return {"kind": "oracle", "replayed": dict(self._replayed)}
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         of_kind(state, "predictor", "oracle")
         self._replayed = Counter({name: int(times) for name, times in state["replayed"].items()})
 

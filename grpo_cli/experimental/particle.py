@@ -22,7 +22,7 @@ import numpy as np
 from pydantic import Field
 
 from grpo_cli.experimental.search import Searching, SearchMethod
-from grpo_cli.settings import MOST_SAMPLES
+from grpo_cli.settings import Samples
 from grpo_cli.support.facts import facts
 from grpo_cli.support.ranges import Count
 from grpo_cli.types import Rollout
@@ -33,7 +33,7 @@ from grpo_cli.types import Rollout
 class Particle(SearchMethod):
     """`particles` completions to a prompt, of which those with small weights are replaced by copies of the others."""
 
-    particles: Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
+    particles: Samples
     alpha: Annotated[float, Field(ge=1, le=100)]
     every: Count
 

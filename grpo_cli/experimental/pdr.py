@@ -16,13 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
-
-from pydantic import Field
 
 from grpo_cli.experimental.sample_and_rank import mean_logprob
 from grpo_cli.experimental.search import Searching, SearchMethod
-from grpo_cli.settings import MOST_SAMPLES
+from grpo_cli.settings import Samples
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.facts import facts
 from grpo_cli.support.ranges import Count
@@ -34,7 +31,7 @@ from grpo_cli.types import Prompt, Rollout
 class Pdr(SearchMethod):
     """The answer of `rounds` rounds of refinement. UserError if no token of a draft would be shown."""
 
-    drafts: Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
+    drafts: Samples
     keep: Count
     rounds: Count
     workspace: Count

@@ -1,7 +1,7 @@
 """Reads the policy in rollouts, by a forward pass of its own: hidden states, entropies, likely tokens.
 
 Nothing of a whole batch is kept: hidden states are averaged in a hook on their layer, logits come up in chunks. The
-model computes in its own precision (`model.autocast` is not used), without dropout.
+model computes without dropout, in its own precision in training, and under `model.autocast` in searches of `grpo eval`.
 """
 
 from __future__ import annotations
@@ -125,5 +125,4 @@ def _of_tokens(
         found.append(tuple(x.cpu().numpy() for x in (entropies.double(), ids, probs.exp().double())))
     joined = [np.concatenate(values) for values in zip(*found, strict=True)]
     ends = np.cumsum(part.sums(part.response_mask).long().numpy())[:-1]
-    empty = [np.zeros(0), np.zeros((0, 2), np.int64), np.zeros((0, 2))]
-    return list(zip(*(np.split(value, ends) for value in joined or empty), strict=True))
+    return list(zip(*(np.split(value, ends) for value in joined), strict=True))

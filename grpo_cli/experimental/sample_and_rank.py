@@ -11,13 +11,11 @@ Measured: docs/studies.md.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
 
 import numpy as np
-from pydantic import Field
 
 from grpo_cli.experimental.search import Searching, SearchMethod
-from grpo_cli.settings import MOST_SAMPLES
+from grpo_cli.settings import Samples
 from grpo_cli.types import Rollout
 
 
@@ -25,7 +23,7 @@ from grpo_cli.types import Rollout
 class Best(SearchMethod):
     """The completion of `k` with the largest mean log-probability."""
 
-    k: Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
+    k: Samples
 
     def choose(self, searching: Searching) -> list[Rollout]:
         return [max(row, key=mean_logprob) for row in searching.go_on(searching.begin(self.k))]

@@ -22,7 +22,6 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from grpo_cli.collect.requests import check_rewards
 from grpo_cli.interfaces import Runtime, StepRollouts
 from grpo_cli.runs.layout import ROLLOUTS
 from grpo_cli.support.errors import UserError
@@ -87,7 +86,10 @@ def _checked(row: Any, text: Any, ends: Sequence[int]) -> dict[str, Any]:
         raise ValueError("its tokens are another tokenizer's")
     if not math.isfinite(float(row["reward"])):
         raise ValueError("a reward is not finite")
-    row["parts"] = {name: float(part) for name, part in dict(row["parts"]).items()}
+    theirs = [(int(start), int(end)) for start, end in row.get("environment") or ()]
+    if not all(0 <= start < end <= len(ids) for start, end in theirs):
+        raise ValueError("its environment's places are not among its tokens")
+    row["parts"], row["environment"] = {name: float(part) for name, part in dict(row["parts"]).items()}, theirs
     return {**row, "finish": Finish(row["finish"]), "reward": float(row["reward"]), "sample": int(row["sample"])}
 
 
@@ -95,13 +97,11 @@ def _group(prompt: Prompt, rows: Sequence[dict[str, Any]], step: StepRollouts) -
     rollouts, rewards = [], []
     for row in rows:
         versions = [GIVEN if one is None else 0 for one in row["logprobs"]]
-        for start, end in row.get("environment") or ():
+        for start, end in row["environment"]:
             versions[start:end] = [ENVIRONMENT] * (end - start)
         spans = tuple(Span(version, len([*some])) for version, some in groupby(versions))
         logprobs = tuple(math.nan if one is None else float(one) for one in row["logprobs"])
         request = Request(prompt, row["sample"], 0, step.sampling)
         rollouts.append(Rollout(request, tuple(row["token_ids"]), logprobs, row["finish"], spans))
         rewards.append(Reward(row["reward"], row["parts"]))
-    group = ScoredGroup(prompt, tuple(rollouts), tuple(rewards))
-    check_rewards(group)
-    return group
+    return ScoredGroup(prompt, tuple(rollouts), tuple(rewards))

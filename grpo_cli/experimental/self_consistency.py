@@ -13,12 +13,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
-
-from pydantic import Field
 
 from grpo_cli.experimental.search import Searching, SearchMethod
-from grpo_cli.settings import MOST_SAMPLES
+from grpo_cli.settings import Samples
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import Rollout
 
@@ -27,7 +24,7 @@ from grpo_cli.types import Rollout
 class Majority(SearchMethod):
     """The first of `k` completions that gives the most frequent answer. UserError for answers that are no numbers."""
 
-    k: Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
+    k: Samples
 
     def choose(self, searching: Searching) -> list[Rollout]:
         if not searching.has_numbers:

@@ -4,8 +4,8 @@
     load are trained on is the next one loaded
 
 So a load is a small curriculum from short to long, and no rollout is older than its load. Read from the abstract and
-secondary sources: whether a load of the paper has the size, and its cache the bound, that they have here was not
-recovered. What is partial continues from its tokens; that begins again (the paper has both) is `collector=tail`.
+secondary sources, which give neither the size of a load nor the bound of the cache: both are ours. A partial rollout
+continues from its tokens here; with `collector=tail` it begins again (the paper has both).
 
 Measured: docs/studies.md (no difference in accuracy seen, fewer decode steps; embedded model).
 """

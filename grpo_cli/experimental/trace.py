@@ -1,7 +1,7 @@
 """TRACE, no difference from equal groups seen here: rollouts where right and wrong answers to a prompt are likely to
 come together (arXiv 2606.11119).
 
-    gain of the k-th next rollout = E[v^k (1 - v)] + E[(1 - v)^k v], v ~ Beta(solved, failed)
+    gain of a rollout after k others = E[v^k (1 - v)] + E[(1 - v)^k v], v ~ Beta(solved, failed)
 
 Measured: docs/studies.md.
 """

@@ -1,8 +1,9 @@
 """`fit=<bytes>|auto` and `train.micro_batch_tokens=auto`: settings with which a run fits into memory, chosen by a plan.
 
-Only settings that change no expectation, and none that was typed, the cheapest first: tokens in a pass and logits at a
-time cost little until passes become small, recomputing a layer a third of a pass, fewer slots decode steps; last, the
-optimizer's state may leave a GPU. There, room that is left is for slots, unless somebody has set their number.
+It changes only settings that leave expected results as they are, and none that the user typed. The cheapest come first:
+fewer tokens in a pass and fewer logits at a time cost little until passes become small, recomputing layers costs a
+third of a pass, fewer slots cost decode steps. Last, on a GPU, the optimizer's state moves to the host. Memory that
+is left on a GPU goes to more slots, unless the user has set their number.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def measure(
     rules = replace(run.rules, advantage=partial(_never_all_equal, run.rules.advantage))
     if isinstance(run.rules.advantage, SetUp):
         run.rules.advantage.setup(runtime)
-    parts = replace(experiment.parts_of(replace(run, rules=rules), runtime, (), meter, say, warn), warmup=None)
+    parts = replace(experiment.parts_of(replace(run, rules=rules), runtime, meter, say, warn), warmup=None)
     step, progress, seconds = Step(settings, parts), Progress(), defaultdict[str, list[float]](list)
     for number in range(-wanted.warmup, wanted.steps):
         if number == 0:

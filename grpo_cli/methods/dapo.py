@@ -1,6 +1,6 @@
-"""DAPO's dynamic sampling: problems whose answers are all as good are replaced by others (arXiv 2503.14476).
+"""DAPO's dynamic sampling: problems whose answers are all equally good are replaced by others (arXiv 2503.14476).
 
-    mixed: the group's answers are not all as good (penalties do not count)
+    mixed: the group's answers are not all equally good (penalties do not count)
     a round generates ceil((1 + surplus) * (prompts - mixed so far)) groups
 
 The rest of DAPO is `loss=dapo` (more room upwards, a mean over tokens) and the reward part `overlong`

@@ -1,4 +1,4 @@
-"""DOTS (arXiv 2506.05316): problems that are solved about as often as is wanted (`curriculum=target`).
+"""DOTS (arXiv 2506.05316): problems whose share of right rollouts is near a target (`curriculum=target`).
 
     P(problem) ~ exp(-|rate - target| / temperature), without replacement
 

@@ -23,13 +23,18 @@ def maxvar(group: ScoredGroup, keep: int, rng: np.random.Generator) -> list[int]
 
     For binary rewards it keeps as near to half right and half wrong as the group allows. Variance says nothing about a
     single rollout, so `keep` is at least 2.
+
+    Some best subset is the k largest and the keep - k smallest: the variance is a convex function of each member, so
+    moving a member to one end of what is left never lowers it. Only k is to be found. O(G log G), from the sort.
     """
     if keep < 2:
         raise UserError(
             f"m={keep} cannot be chosen by downsample=maxvar: one reward has no variance; take m of 2 or more, or "
             "downsample=maxreward or random"
         )
-    return max_variance_indices(group.totals, keep, rng).tolist()
+    ordered = np.sort(group.totals)
+    num_top = _best_num_top(ordered, keep)
+    return _take_ends(group.totals, ordered, keep - num_top, num_top, rng).tolist()
 
 
 def maxreward(group: ScoredGroup, keep: int, rng: np.random.Generator) -> list[int]:
@@ -43,35 +48,18 @@ def random(group: ScoredGroup, keep: int, rng: np.random.Generator) -> list[int]
 
 
 def percentile(group: ScoredGroup, keep: int, rng: np.random.Generator) -> list[int]:
-    """Evenly spaced ranks, so the kept rewards look like the group's own distribution."""
-    return percentile_indices(group.totals, keep, rng).tolist()
+    """Return evenly spaced ranks, so that the kept rewards look like the group's own distribution.
 
-
-def max_variance_indices(
-    rewards: Float[np.ndarray, " G"], keep: int, rng: np.random.Generator
-) -> Int[np.ndarray, " K"]:
-    """Return indices of `keep` (2 <= keep <= G) rewards with the largest possible variance, ascending.
-
-    Some best subset is the k largest and the keep - k smallest: the variance is a convex function of each member, so
-    moving a member to one end of what is left never lowers it. Only k is to be found. O(G log G), from the sort.
+    They are the order statistics at quantiles (j - 0.5) / keep, j = 1..keep; that at quantile q is the ceil(q * G)-th
+    smallest (the inverse of the empirical distribution). Since keep <= G the ranks differ by at least one each, so none
+    is taken twice. Integers throughout: no rounding.
     """
-    ordered = np.sort(rewards)
-    num_top = _best_num_top(ordered, keep)
-    return _take_ends(rewards, ordered, keep - num_top, num_top, rng)
-
-
-def percentile_indices(rewards: Float[np.ndarray, " G"], keep: int, rng: np.random.Generator) -> Int[np.ndarray, " K"]:
-    """Return indices of the order statistics at quantiles (j - 0.5) / keep, j = 1..keep, in ascending order of reward.
-
-    The order statistic at quantile q is the ceil(q * G)-th smallest (the inverse of the empirical distribution). Since
-    keep <= G the ranks differ by at least one each, so none is taken twice. Integers throughout: no rounding.
-    """
-    size = len(rewards)
+    size = len(group.totals)
     halves = 2 * np.arange(1, keep + 1) - 1
     ranks = -(-halves * size // (2 * keep)) - 1
     # Sorting a shuffled copy makes the order within equal rewards uniformly random, whatever sort is used.
     shuffled = rng.permutation(size)
-    return shuffled[np.argsort(rewards[shuffled])[ranks]]
+    return shuffled[np.argsort(group.totals[shuffled])[ranks]].tolist()
 
 
 def _best_num_top(ordered: Float[np.ndarray, " G"], keep: int) -> int:

@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import Tensor
 
 from grpo_cli.engine.eviction import Candidates
-from grpo_cli.methods.snapkv import AttentionOfWindow
+from grpo_cli.methods.snapkv import SnapKv
 from grpo_cli.support.ranges import Share
 
 # Most entries of the similarity matrices that exist at one time; on a CPU few enough to stay in its caches (4x faster).
@@ -24,7 +24,7 @@ SIMILARITIES_AT_ONCE = {"cpu": 2**18, "cuda": 2**26}
 
 
 @dataclass(frozen=True)
-class Rkv(AttentionOfWindow):
+class Rkv(SnapKv):
     """A policy as in Cai et al.'s `r1_kv.py`, retain direction `last`: attention is SnapKV's score, `importance` the
     paper's lambda. The two are on one scale only roughly: a softmax of cosines is nearly flat, one of logits is not."""
 
@@ -35,7 +35,7 @@ class Rkv(AttentionOfWindow):
         keys = candidates.keys
         similar = redundancy(keys.flatten(0, 2), float(self.threshold)).view(keys.shape[:-1])
         similar = similar[..., : -candidates.window]
-        return self.importance * self._attention(candidates) - (1 - self.importance) * similar
+        return self.importance * super().score(candidates) - (1 - self.importance) * similar
 
 
 def redundancy(keys: Float[Tensor, "N T D"], threshold: float) -> Float[Tensor, "N T"]:

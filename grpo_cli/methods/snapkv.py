@@ -20,8 +20,9 @@ from grpo_cli.support.ranges import Count
 
 
 @dataclass(frozen=True)
-class AttentionOfWindow(Budget):
-    """Policies by what the last `window` queries attend to."""
+class SnapKv(Budget):
+    """SnapKV as R-KV and Sparse-RL use it for decoding. (The original compresses the prompt, once, with softmax over
+    all keys, a sum over the window and one choice per query head.)"""
 
     kernel: Count
 
@@ -32,7 +33,7 @@ class AttentionOfWindow(Budget):
         if self.kernel % 2 == 0:
             raise UserError(f"sparsity.kernel={self.kernel} must be odd, so that a key is in the middle of it")
 
-    def _attention(self, candidates: Candidates) -> Float[Tensor, "L R H S"]:
+    def score(self, candidates: Candidates) -> Float[Tensor, "L R H S"]:
         """Softmax over the keys older than the window of the largest logit of a group of queries; mean over the window,
         and the largest of `kernel` neighbours."""
         queries = candidates.queries
@@ -43,12 +44,3 @@ class AttentionOfWindow(Budget):
         weights = logits.softmax(-1, dtype=torch.float32).mean(-2)
         pooled = F.max_pool1d(weights.flatten(0, 1), self.kernel, stride=1, padding=self.kernel // 2)
         return pooled.view(weights.shape)
-
-
-@dataclass(frozen=True)
-class SnapKv(AttentionOfWindow):
-    """SnapKV as R-KV and Sparse-RL use it for decoding. (The original compresses the prompt, once, with softmax over
-    all keys, a sum over the window and one choice per query head.)"""
-
-    def score(self, candidates: Candidates) -> Float[Tensor, "L R H S"]:
-        return self._attention(candidates)

@@ -1,7 +1,7 @@
 /* A decode step on a CPU around its matrix products: attention over pages, norms, rotation, activation, the draw.
 
    Compiled by library.py; its callers check shapes and pass only memory that they own. Numbers are float32, or
-   bfloat16 where a flag `..._half` says so, and are computed in float32. A row is computed by the same instructions in the
+   bfloat16 where a flag `..._bf16` says so, and are computed in float32. A row is computed by the same instructions in the
    same order wherever it lies in a batch and whichever thread computes it, so its bits depend on nothing else. */
 
 #include "vectors.h"
@@ -33,7 +33,7 @@ INLINE Vec sums(Vec x[LANES]) {
 /* What the layers of a step have in common: engine/attention.py lays it out. Of prompts and of a row's own keys: the pages
    [rows, most] that they lie in, PAGE in each, and how many they are; and the page that takes a row's next key. */
 typedef struct {
-    int64_t rows, heads, group, dim, half;
+    int64_t rows, heads, group, dim, bf16;
     const int64_t *page, *pages[2];
     int64_t most[2];
     const int64_t *held[2];
@@ -41,9 +41,9 @@ typedef struct {
 
 /* Whether products of bfloat16 are taken two at a time. */
 #ifdef __AVX512BF16__
-#define IN_PAIRS(half, dim) ((half) && (dim) % (2 * LANES) == 0)
+#define IN_PAIRS(bf16, dim) ((bf16) && (dim) % (2 * LANES) == 0)
 #else
-#define IN_PAIRS(half, dim) 0
+#define IN_PAIRS(bf16, dim) 0
 #endif
 
 /* Some queries of one head: in float32, and in memory. */
@@ -53,12 +53,12 @@ typedef struct {
 } Queries;
 
 /* The products of some queries and one key, by lane. */
-INLINE void multiply(Vec found[4], const char *key, const Queries *queries, int group, int dim, int half) {
+INLINE void multiply(Vec found[4], const char *key, const Queries *queries, int group, int dim, int bf16) {
     const int vectors = (dim + LANES - 1) / LANES;
 #pragma GCC unroll 4
     for (int g = 0; g < group; g++) found[g] = (Vec){};
 #ifdef __AVX512BF16__
-    if (IN_PAIRS(half, dim)) {
+    if (IN_PAIRS(bf16, dim)) {
 #pragma GCC unroll 8
         for (int i = 0; i < dim; i += 2 * LANES) {
             const __m512bh x = (__m512bh)_mm512_loadu_si512(key + 2 * i);
@@ -73,7 +73,7 @@ INLINE void multiply(Vec found[4], const char *key, const Queries *queries, int 
 #endif
 #pragma GCC unroll 16
     for (int i = 0; i < vectors; i++) {
-        const Vec x = load(key, i * LANES, half, dim - i * LANES);
+        const Vec x = load(key, i * LANES, bf16, dim - i * LANES);
 #pragma GCC unroll 4
         for (int g = 0; g < group; g++) found[g] += x * queries->numbers[g][i];
     }
@@ -83,12 +83,12 @@ INLINE void multiply(Vec found[4], const char *key, const Queries *queries, int 
    two vectors hold numbers 0 to 3, 8 to 11, 16 to 19, 24 to 27 and the others, and weights are rounded as values are. */
 INLINE void add_values(
     Vec into[4][MOST_VECTORS], const char *values, int count, const float *weights, int begin, int few, int group, int dim,
-    int half
+    int bf16
 ) {
-    const size_t bytes = dim * (half ? 2 : 4);
-    values += begin * LANES * (half ? 2 : 4);
+    const size_t bytes = dim * (bf16 ? 2 : 4);
+    values += begin * LANES * (bf16 ? 2 : 4);
 #ifdef __AVX512BF16__
-    if (IN_PAIRS(half, dim)) {
+    if (IN_PAIRS(bf16, dim)) {
         uint32_t pairs[4][LANES / 2];
         for (int g = 0; g < group; g++) {
             const __m512 some = _mm512_maskz_loadu_ps((1 << PAGE) - 1, weights + g * CHUNK);
@@ -115,7 +115,7 @@ INLINE void add_values(
     for (int j = 0; j < count; j++)
 #pragma GCC unroll 16
         for (int i = 0; i < few; i++) {
-            const Vec value = load(values + j * bytes, i * LANES, half, dim - (begin + i) * LANES);
+            const Vec value = load(values + j * bytes, i * LANES, bf16, dim - (begin + i) * LANES);
 #pragma GCC unroll 4
             for (int g = 0; g < group; g++) into[g][i] += weights[g * CHUNK + j] * value;
         }
@@ -125,9 +125,9 @@ INLINE void add_values(
    FlashAttention (Dao et al. 2022), of CHUNK keys at a time. */
 INLINE void attend_some(
     const Step *of, const void *keys, const void *values, int64_t row, int64_t head, const void *query, void *out,
-    float *scores, float *received, int group, int dim, float scale, int half
+    float *scores, float *received, int group, int dim, float scale, int bf16
 ) {
-    const int vectors = (dim + LANES - 1) / LANES, bytes = dim * (half ? 2 : 4);
+    const int vectors = (dim + LANES - 1) / LANES, bytes = dim * (bf16 ? 2 : 4);
     /* As many of a value's vectors at a time, an even number, as leave their sums in registers. */
     const int most = group * vectors > SUMS ? SUMS / group / 2 * 2 : vectors;
     Queries queries;
@@ -138,7 +138,7 @@ INLINE void attend_some(
         total[g] = (Vec){}, top[g] = -INFINITY;
         for (int i = 0; i < vectors; i++) {
             into[g][i] = (Vec){};
-            if (!IN_PAIRS(half, dim)) queries.numbers[g][i] = load(query, g * dim + i * LANES, half, dim - i * LANES);
+            if (!IN_PAIRS(bf16, dim)) queries.numbers[g][i] = load(query, g * dim + i * LANES, bf16, dim - i * LANES);
         }
     }
     /* A query's scores, of which the last tile may reach beyond the last page. */
@@ -157,7 +157,7 @@ INLINE void attend_some(
                     places[(from + page) / PAGE] = at;
                     for (int j = page; j < some && j < page + PAGE; j++) {
                         Vec found[4];
-                        multiply(found, (const char *)keys + at + (size_t)(j - page) * bytes, &queries, group, dim, half);
+                        multiply(found, (const char *)keys + at + (size_t)(j - page) * bytes, &queries, group, dim, bf16);
 #pragma GCC unroll 4
                         for (int g = 0; g < group; g++) parts[g][j] = found[g];
                     }
@@ -194,7 +194,7 @@ INLINE void attend_some(
                 for (int from = 0; from < count; from += PAGE) {
                     const char *page = (const char *)values + places[from / PAGE];
                     const int some = count - from < PAGE ? count - from : PAGE;
-                    add_values(sums_of, page, some, weights[0] + from, begin, few, group, dim, half);
+                    add_values(sums_of, page, some, weights[0] + from, begin, few, group, dim, bf16);
                 }
 #pragma GCC unroll 4
                 for (int g = 0; g < group; g++)
@@ -206,14 +206,14 @@ INLINE void attend_some(
     for (int g = 0; g < group; g++) {
         const float whole = sum(total[g]);
 #ifdef __AVX512BF16__
-        for (int i = 0; IN_PAIRS(half, dim) && i < vectors; i += 2) {
+        for (int i = 0; IN_PAIRS(bf16, dim) && i < vectors; i += 2) {
             const Vec low = into[g][i], high = into[g][i + 1];
             into[g][i] = PAIR(low, high, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
             into[g][i + 1] = PAIR(low, high, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
         }
 #endif
         for (int i = 0; i < vectors; i++)
-            store(out, g * dim + i * LANES, into[g][i] / whole, half, dim - i * LANES);
+            store(out, g * dim + i * LANES, into[g][i] / whole, bf16, dim - i * LANES);
         for (int s = 0; received && s < 2; s++)
             for (int64_t j = s ? of->most[0] * PAGE : 0, end = j + held[s]; j < end; j += LANES) {
                 const size_t size = (end - j < LANES ? end - j : LANES) * sizeof *received;
@@ -234,9 +234,9 @@ void attend(
     const Step *of, float scale, const void *q, int64_t q_step, const void *k, int64_t k_step, const void *v,
     int64_t v_step, void *keys, void *values, void *out, float *received
 ) {
-    const int64_t rows = of->rows, heads = of->heads, group = of->group, dim = of->dim, half = of->half;
+    const int64_t rows = of->rows, heads = of->heads, group = of->group, dim = of->dim, bf16 = of->bf16;
     const int64_t *pages = of->pages[1], *held = of->held[1], most = of->most[1], columns = (of->most[0] + most) * PAGE;
-    const size_t size = half ? 2 : 4, bytes = dim * size;
+    const size_t size = bf16 ? 2 : 4, bytes = dim * size;
     for (int64_t row = 0; row < rows; row++)
         for (int64_t head = 0; head < heads; head++) {
             size_t at = ((of->page[row] * heads + head) * PAGE + held[row] % PAGE) * bytes;
@@ -260,9 +260,9 @@ void attend(
                 const void *query = (const char *)q + (row * q_step + (head * group + g) * dim) * size;
                 void *to = (char *)out + ((row * heads + head) * group + g) * bytes;
 #define SOME(G, D, H) attend_some(of, keys, values, row, head, query, to, scores, mine, G, D, scale, H)
-#define FOR(G, D) if (some == G && dim == D) { if (half) SOME(G, D, 1); else SOME(G, D, 0); continue; }
+#define FOR(G, D) if (some == G && dim == D) { if (bf16) SOME(G, D, 1); else SOME(G, D, 0); continue; }
                 FOR(1, 64) FOR(2, 64) FOR(3, 64) FOR(4, 64) FOR(1, 128) FOR(2, 128) FOR(3, 128) FOR(4, 128) FOR(2, 24)
-                SOME(some, (int)dim, (int)half);
+                SOME(some, (int)dim, (int)bf16);
             }
             free(scores);
         }
@@ -270,35 +270,35 @@ void attend(
 
 /* hidden += delta (where there is one); out = hidden / root mean square * weight, rounded as the modules round it. */
 void norm(
-    int64_t rows, int64_t width, void *hidden, int64_t half, const void *delta, int64_t delta_half, const void *weight,
-    int64_t weight_half, float epsilon, void *out, int64_t out_half
+    int64_t rows, int64_t width, void *hidden, int64_t bf16, const void *delta, int64_t delta_bf16, const void *weight,
+    int64_t weight_bf16, float epsilon, void *out, int64_t out_bf16
 ) {
 #pragma omp parallel for schedule(static) if (rows * width > MUCH)
     for (int64_t row = 0; row < rows; row++) {
         const size_t first = row * width;
         Vec squares[2] = {{}, {}};
         for (int64_t i = 0; i < width; i += LANES) {
-            Vec x = load(hidden, first + i, half, width - i);
+            Vec x = load(hidden, first + i, bf16, width - i);
             if (delta) {
-                x += load(delta, first + i, delta_half, width - i);
-                if (half) x = rounded(x);
-                store(hidden, first + i, x, half, width - i);
+                x += load(delta, first + i, delta_bf16, width - i);
+                if (bf16) x = rounded(x);
+                store(hidden, first + i, x, bf16, width - i);
             }
             squares[i / LANES % 2] += x * x;
         }
         const float root = 1.0f / sqrtf(sum(squares[0] + squares[1]) / width + epsilon);
         for (int64_t i = 0; i < width; i += LANES) {
-            Vec x = load(hidden, first + i, half, width - i) * root;
-            if (half) x = rounded(x);
-            store(out, first + i, x * load(weight, i, weight_half, width - i), out_half, width - i);
+            Vec x = load(hidden, first + i, bf16, width - i) * root;
+            if (bf16) x = rounded(x);
+            store(out, first + i, x * load(weight, i, weight_bf16, width - i), out_bf16, width - i);
         }
     }
 }
 
 /* x <- x * cos + (its halves exchanged) * sin, in place; the first half's sin has its sign. [rows, heads, dim]. */
 void rotate(
-    int64_t rows, int64_t heads, int64_t dim, void *x, int64_t step, int64_t half, const void *cosine, const void *sine,
-    int64_t of_half
+    int64_t rows, int64_t heads, int64_t dim, void *x, int64_t step, int64_t bf16, const void *cosine, const void *sine,
+    int64_t of_bf16
 ) {
     const int64_t middle = dim / 2;
 #pragma omp parallel for schedule(static) if (rows * heads * dim > MUCH)
@@ -307,40 +307,40 @@ void rotate(
             const size_t at = row * step + head * dim, angle = row * dim;
             for (int64_t i = 0; i < middle; i += LANES) {
                 const int64_t n = middle - i, later = middle + i;
-                Vec a = load(x, at + i, half, n), b = load(x, at + later, half, n);
-                Vec low = a * load(cosine, angle + i, of_half, n) + b * load(sine, angle + i, of_half, n);
-                Vec high = b * load(cosine, angle + later, of_half, n) + a * load(sine, angle + later, of_half, n);
-                store(x, at + i, low, half, n);
-                store(x, at + later, high, half, n);
+                Vec a = load(x, at + i, bf16, n), b = load(x, at + later, bf16, n);
+                Vec low = a * load(cosine, angle + i, of_bf16, n) + b * load(sine, angle + i, of_bf16, n);
+                Vec high = b * load(cosine, angle + later, of_bf16, n) + a * load(sine, angle + later, of_bf16, n);
+                store(x, at + i, low, bf16, n);
+                store(x, at + later, high, bf16, n);
             }
         }
 }
 
 /* out = gate / (1 + e^-gate) * up; [rows, width] with rows `step` numbers apart, those of `out` being `width` apart. */
-void silu(int64_t rows, int64_t width, const void *gate, const void *up, int64_t step, int64_t half, void *out) {
+void silu(int64_t rows, int64_t width, const void *gate, const void *up, int64_t step, int64_t bf16, void *out) {
 #pragma omp parallel for schedule(static) if (rows * width > MUCH)
     for (int64_t row = 0; row < rows; row++)
         for (int64_t i = 0; i < width; i += LANES) {
-            Vec x = load(gate, row * step + i, half, width - i);
+            Vec x = load(gate, row * step + i, bf16, width - i);
             Vec below = choose(x < -87.0f, all(-87.0f), x); /* where e^-x would be infinite */
             x /= 1.0f + exponential(-below);
-            if (half) x = rounded(x);
-            store(out, row * width + i, x * load(up, row * step + i, half, width - i), half, width - i);
+            if (bf16) x = rounded(x);
+            store(out, row * width + i, x * load(up, row * step + i, bf16, width - i), bf16, width - i);
         }
 }
 
 #define BLOCK 256 /* tokens that are summed before the float64 sums begin, as in sampling.py */
 
-INLINE float number(const void *from, size_t at, int half) {
-    uint32_t bits = half ? (uint32_t)((const uint16_t *)from)[at] << 16 : ((const uint32_t *)from)[at];
+INLINE float number(const void *from, size_t at, int bf16) {
+    uint32_t bits = bf16 ? (uint32_t)((const uint16_t *)from)[at] << 16 : ((const uint32_t *)from)[at];
     float x;
     memcpy(&x, &bits, sizeof x);
     return x;
 }
 
 /* What tokens `i` to `end`, at most LANES, weigh in the draw: 1 for the most probable one. */
-INLINE Vec weight_of(const void *logits, size_t first, int64_t i, int64_t end, int half, float top, float cold) {
-    Vec weight = exponential((load(logits, first + i, half, end - i) - top) / cold);
+INLINE Vec weight_of(const void *logits, size_t first, int64_t i, int64_t end, int bf16, float top, float cold) {
+    Vec weight = exponential((load(logits, first + i, bf16, end - i) - top) / cold);
     return end - i < LANES ? choose(LANE < (int32_t)(end - i), weight, (Vec){}) : weight;
 }
 
@@ -348,7 +348,7 @@ INLINE Vec weight_of(const void *logits, size_t first, int64_t i, int64_t end, i
    block of tokens, then the token. A row of temperature 0 takes the most probable token, with log-probability 0. Numbers
    that are not finite give a log-probability that is not either. */
 void draw(
-    int64_t rows, int64_t vocabulary, const void *logits, int64_t half, const float *temperature, const double *uniform,
+    int64_t rows, int64_t vocabulary, const void *logits, int64_t bf16, const float *temperature, const double *uniform,
     int64_t *tokens, float *logprobs
 ) {
     const int64_t blocks = (vocabulary + BLOCK - 1) / BLOCK;
@@ -358,7 +358,7 @@ void draw(
         const float cold = temperature[row] > 0 ? temperature[row] : 1;
         Vec most = all(-INFINITY);
         for (int64_t i = 0; i < vocabulary; i += LANES) {
-            Vec x = load(logits, first + i, half, vocabulary - i);
+            Vec x = load(logits, first + i, bf16, vocabulary - i);
             most = choose((x > most) & (LANE < (int32_t)(vocabulary - i)), x, most);
         }
         const float top = largest(most);
@@ -367,11 +367,11 @@ void draw(
         for (int64_t b = 0; b < blocks; b++) {
             Vec part = {};
             const int64_t end = (b + 1) * BLOCK < vocabulary ? (b + 1) * BLOCK : vocabulary;
-            for (int64_t i = b * BLOCK; i < end; i += LANES) part += weight_of(logits, first, i, end, half, top, cold);
+            for (int64_t i = b * BLOCK; i < end; i += LANES) part += weight_of(logits, first, i, end, bf16, top, cold);
             sums[b] = total += sum(part);
         }
         if (temperature[row] == 0 && total == total) {
-            for (token = 0; number(logits, first + token, half) != top;) token++;
+            for (token = 0; number(logits, first + token, bf16) != top;) token++;
             tokens[row] = token, logprobs[row] = 0;
             continue;
         }
@@ -382,7 +382,7 @@ void draw(
         double inside = 0, so_far = 0;
         for (int64_t i = begin; i < end; i += LANES) {
             float some[LANES];
-            Vec x = weight_of(logits, first, i, end, half, top, cold);
+            Vec x = weight_of(logits, first, i, end, bf16, top, cold);
             memcpy(some, &x, sizeof some);
             for (int64_t j = 0; j < LANES; j++) inside += weights[i - begin + j] = some[j];
         }
@@ -393,6 +393,6 @@ void draw(
         }
         token = found < 0 ? vocabulary - 1 : found;
         tokens[row] = token;
-        logprobs[row] = (float)((number(logits, first + token, half) - top) / cold - log(total));
+        logprobs[row] = (float)((number(logits, first + token, bf16) - top) / cold - log(total));
     }
 }

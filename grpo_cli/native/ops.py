@@ -26,7 +26,7 @@ _CLOSE = 1e-5  # of the largest number: what is lost by computing in another ord
 Trees = Sequence[Sequence[int]]
 
 
-def _half(x: Tensor) -> int:
+def _is_bf16(x: Tensor) -> int:
     assert x.dtype in PRECISIONS, "float32 or bfloat16"
     return x.dtype == torch.bfloat16
 
@@ -40,22 +40,24 @@ def norm(
 ) -> Float[Tensor, "N H"]:
     """Add `delta` to `hidden`, in place, and return its norm."""
     out = torch.empty(hidden.shape, dtype=dtype)
-    added = (0, 0) if delta is None else (delta.data_ptr(), _half(delta))
-    by = weight.data_ptr(), _half(weight), epsilon
-    library("decode").norm(*hidden.shape, hidden.data_ptr(), _half(hidden), *added, *by, out.data_ptr(), _half(out))
+    added = (0, 0) if delta is None else (delta.data_ptr(), _is_bf16(delta))
+    by = weight.data_ptr(), _is_bf16(weight), epsilon
+    library("decode").norm(
+        *hidden.shape, hidden.data_ptr(), _is_bf16(hidden), *added, *by, out.data_ptr(), _is_bf16(out)
+    )
     return out
 
 
 def rotate(x: Float[Tensor, "N heads D"], cos: Float[Tensor, "N 1 D"], sin: Float[Tensor, "N 1 D"]) -> None:
     """Apply a rotary position embedding in place; the first half of `sin` has its sign."""
-    args = x.data_ptr(), x.stride(0), _half(x), cos.data_ptr(), sin.data_ptr(), _half(cos)
+    args = x.data_ptr(), x.stride(0), _is_bf16(x), cos.data_ptr(), sin.data_ptr(), _is_bf16(cos)
     library("decode").rotate(*x.shape, *args)
 
 
 def silu(gate: Float[Tensor, "N W"], up: Float[Tensor, "N W"]) -> Float[Tensor, "N W"]:
     """Return silu(gate) * up; both have the same distance between rows."""
     out = torch.empty(gate.shape, dtype=gate.dtype)
-    args = gate.data_ptr(), up.data_ptr(), gate.stride(0), _half(gate), out.data_ptr()
+    args = gate.data_ptr(), up.data_ptr(), gate.stride(0), _is_bf16(gate), out.data_ptr()
     library("decode").silu(*gate.shape, *args)
     return out
 
@@ -67,7 +69,7 @@ def draw(
     logits, uniform = logits.contiguous(), uniform.contiguous()
     assert uniform.dtype == torch.float64 and temperature.dtype == torch.float32, "as they are drawn and kept"
     tokens, logprobs = torch.empty(len(logits), dtype=torch.long), torch.empty(len(logits))
-    args = logits.data_ptr(), _half(logits), temperature.data_ptr(), uniform.data_ptr()
+    args = logits.data_ptr(), _is_bf16(logits), temperature.data_ptr(), uniform.data_ptr()
     library("decode").draw(*logits.shape, *args, tokens.data_ptr(), logprobs.data_ptr())
     return tokens, logprobs
 
@@ -175,7 +177,7 @@ def _call(name: str, trees: list[int], scale: float, q: Tensor, k: Tensor, *othe
     scratch, width, length = _scratch(q, k, trees)
     assert all(x.is_contiguous() for x in others) and tokens[-1] == len(q), "rows lie one after the other"
     heads, dim = k.shape[1:]
-    numbers = heads, q.shape[1] // heads, dim, _half(q), len(q), len(starts) - 1, len(scratch)
+    numbers = heads, q.shape[1] // heads, dim, _is_bf16(q), len(q), len(starts) - 1, len(scratch)
     tables = map(ctypes.addressof, (starts, sizes, tokens))
     of = [*numbers, *tables, width, length, scratch.data_ptr(), scratch.shape[1]]
     getattr(library("tree"), name)((ctypes.c_int64 * len(of))(*of), scale, *(x.data_ptr() for x in others))

@@ -68,7 +68,7 @@ static void product(
 
 /* A run of trees: ops.py lays it out. */
 typedef struct {
-    int64_t heads, group, dim, half, tokens, trees, threads;
+    int64_t heads, group, dim, bf16, tokens, trees, threads;
     const int64_t *spans;   /* of each tree the first of its spans, and the end: its trunk, then its branches */
     const int64_t *sizes;   /* of each span */
     const int64_t *starts;  /* of each tree, where it begins in the run */
@@ -81,13 +81,13 @@ typedef struct {
 INLINE void unpack(Floats to, const Run *of, const void *from, int64_t first, int64_t step, int64_t count) {
     for (int64_t r = 0; r < count; r++)
         for (int64_t i = 0; i < of->width; i += LANES)
-            *(Vec *)(to + r * of->width + i) = load(from, first + r * step + i, of->half, i < of->dim ? of->dim - i : 0);
+            *(Vec *)(to + r * of->width + i) = load(from, first + r * step + i, of->bf16, i < of->dim ? of->dim - i : 0);
 }
 
 INLINE void pack(void *to, const Run *of, int64_t first, int64_t step, Given from, int64_t count) {
     for (int64_t r = 0; r < count; r++)
         for (int64_t i = 0; i < of->dim; i += LANES)
-            store(to, first + r * step + i, *(const Vec *)(from + r * of->width + i), of->half, of->dim - i);
+            store(to, first + r * step + i, *(const Vec *)(from + r * of->width + i), of->bf16, of->dim - i);
 }
 
 /* `count` rows to columns from `at` on. */

@@ -1,5 +1,5 @@
 /* Vectors of 16 floats, of 8 without AVX-512, for what is compiled on the machine that it runs on (library.py), by GCC's or
-   Clang's extensions. Numbers in memory are float32, or bfloat16 where `half` says so. */
+   Clang's extensions. Numbers in memory are float32, or bfloat16 where `bf16` says so. */
 
 #include <math.h>
 #include <stddef.h>
@@ -31,20 +31,20 @@ INLINE Vec choose(Ints where, Vec yes, Vec no) { return (Vec)((where & (Ints)yes
 
 /* `count` numbers, and zeros after them. Whole vectors are not copied by memcpy, which GCC splits: to read one that was written
    in two parts takes several times as long. */
-INLINE Vec load(const void *from, size_t at, int half, int64_t count) {
+INLINE Vec load(const void *from, size_t at, int bf16, int64_t count) {
     Vec x = {};
     Halves h = {};
-    const void *source = (const char *)from + at * (half ? 2 : 4);
+    const void *source = (const char *)from + at * (bf16 ? 2 : 4);
     if (count < LANES)
-        half ? memcpy(&h, source, 2 * count) : memcpy(&x, source, 4 * count);
-    else if (half)
+        bf16 ? memcpy(&h, source, 2 * count) : memcpy(&x, source, 4 * count);
+    else if (bf16)
         h = *(const Halves *)source;
     else
         x = *(const Vec *)source;
 #ifdef __AVX512F__ /* one instruction in place of five */
-    if (half) return (Vec)((Words)_mm512_cvtepu16_epi32((__m256i)h) << 16);
+    if (bf16) return (Vec)((Words)_mm512_cvtepu16_epi32((__m256i)h) << 16);
 #endif
-    return half ? (Vec)(__builtin_convertvector(h, Words) << 16) : x;
+    return bf16 ? (Vec)(__builtin_convertvector(h, Words) << 16) : x;
 }
 
 /* The nearest bfloat16, ties to even, as a float. */
@@ -57,16 +57,16 @@ INLINE Vec rounded(Vec x) {
     return choose(x == x, (Vec)near, (Vec)(Words)(bits | 0x400000u));
 }
 
-INLINE void store(void *to, size_t at, Vec x, int half, int64_t count) {
+INLINE void store(void *to, size_t at, Vec x, int bf16, int64_t count) {
 #ifdef __AVX512BF16__
     Halves h = (Halves)_mm512_cvtneps_pbh((__m512)x);
 #else
     Halves h = __builtin_convertvector((Words)rounded(x) >> 16, Halves);
 #endif
-    void *target = (char *)to + at * (half ? 2 : 4);
+    void *target = (char *)to + at * (bf16 ? 2 : 4);
     if (count < LANES)
-        half ? memcpy(target, &h, 2 * count) : memcpy(target, &x, 4 * count);
-    else if (half)
+        bf16 ? memcpy(target, &h, 2 * count) : memcpy(target, &x, 4 * count);
+    else if (bf16)
         *(Halves *)target = h;
     else
         *(Vec *)target = x;

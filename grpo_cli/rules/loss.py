@@ -67,7 +67,6 @@ class Clipped(ABC):
         tokens whatever the aggregation; `loss/kl` is the KL itself, not multiplied by `kl_coef`, and there only with a
         reference.
         """
-        mask = batch.loss_mask
         tokens = self.terms(logprobs, batch)
         weighed = tokens.terms * batch.weights.detach().float()
         loss = policy = aggregate(weighed, batch, totals, self.aggregation)
@@ -76,26 +75,22 @@ class Clipped(ABC):
             "loss/clip_fraction": aggregate((tokens.clipped & (batch.weights != 0)).float(), batch, totals, "token"),
             "loss/policy_ratio_mean": aggregate(tokens.ratio.detach(), batch, totals, "token"),
         }
-        assert batch.ref_logprobs is not None or not self.needs_reference, (
-            "a KL term without reference log-probabilities"
-        )
-        if batch.ref_logprobs is not None:
-            kl = aggregate(k3(logprobs, batch.ref_logprobs, mask), batch, totals, self.aggregation)
+        if self.needs_reference:
+            assert batch.ref_logprobs is not None, "a KL term without reference log-probabilities"
+            kl = aggregate(k3(logprobs, batch.ref_logprobs, batch.loss_mask), batch, totals, self.aggregation)
             metrics["loss/kl"] = kl.detach()
-            if self.kl_coef:
-                loss = policy + self.kl_coef * kl
+            loss = policy + self.kl_coef * kl
         return LossOutput(loss, metrics)
 
     @abstractmethod
     def terms(self, logprobs: Float[Tensor, "N"], batch: Batch) -> Terms:
         """Compute each token's terms, which are read only where `batch.loss_mask` is true."""
 
-    def pessimistic(self, ratio: Float[Tensor, "N"], batch: Batch) -> Terms:
-        """Compute PPO's terms, and where the clip takes the gradient away."""
-        advantage = batch.advantages.float()
-        terms = -torch.minimum(ratio * advantage, self.bounded(ratio) * advantage)
-        above, below = ratio > 1 + self.clip_high, ratio < 1 - self.clip_low
-        return Terms(terms, ratio, (above & (advantage > 0)) | (below & (advantage < 0)))
+    def pessimistic(self, ratio: Float[Tensor, "N"], batch: Batch, bounded: Float[Tensor, "N"] | None = None) -> Terms:
+        """Compute PPO's terms, and where the clip, by default `self.bounded`, takes the gradient away."""
+        bounded, advantage = self.bounded(ratio) if bounded is None else bounded, batch.advantages.float()
+        terms = -torch.minimum(ratio * advantage, bounded * advantage)
+        return Terms(terms, ratio, ((ratio > bounded) & (advantage > 0)) | ((ratio < bounded) & (advantage < 0)))
 
     def bounded(self, ratio: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
         return ratio.clamp(1 - self.clip_low, 1 + self.clip_high)

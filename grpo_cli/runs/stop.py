@@ -1,4 +1,4 @@
-"""Signals that end a run gracefully: it leaves its step unless that has changed the model, saves, and is interrupted.
+"""Signals that end a run: it leaves a step that has changed no weights, finishes any other, saves, and ends.
 
 SIGTERM and SIGINT (ctrl-C), SIGHUP (the terminal is gone) and SIGUSR1 (a cluster's warning before the time limit).
 """

@@ -82,14 +82,12 @@ def solutions(
 
 
 def reply_tokens(prompt: Prompt, text: str, tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens of a text as a reply begins with it; none of a blank one. A space comes after a plain prompt
+    """Return the tokens of a text, which is not blank, as a reply begins with it. A space comes after a plain prompt
     that ends in a word or a colon, as the model would continue it."""
-    if not (text := text.strip()):
-        return []
     last = prompt.token_ids[-1]
     end = tokenizer.decode([last])
     begins = last in tokenizer.all_special_ids or end[-1:].isspace() or end.endswith(">")
-    return encode_behind(tokenizer, text if begins else f" {text}", prompt.token_ids)
+    return encode_behind(tokenizer, ("" if begins else " ") + text.strip(), prompt.token_ids)
 
 
 def conversations(source: str, tokenizer: Tokenizer, words: Mapping[str, Any], eos: int) -> list[Rollout]:

@@ -67,7 +67,7 @@ class GeneratedTask(TextTask, ABC, Generic[P]):
 
     def _problem(self, prompt: Prompt) -> tuple[P, str]:
         """Return the problem that a prompt was made of, and its text."""
-        split, _, number = prompt.id.partition("~")[0].partition("-")
+        split, _, number = prompt.id.partition("-")
         return self._to_train(int(number)) if split == "train" else self._evaluated[int(number)]
 
     def _to_train(self, index: int) -> tuple[P, str]:

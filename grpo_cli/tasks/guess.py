@@ -1,4 +1,4 @@
-"""Guess a number: episodes of several turns that the embedded model can learn, and can only win by listening.
+"""Guess a number: episodes of several turns that the embedded model can learn, and can only win by using the answers.
 
 The prompt says where the number is, `8+7=` for one of the 15 from 8 to 8 + 2 * 7, and a turn is a number. A wrong guess
 is answered by the range that is left, and what is no number of the range by the same range again. Whoever works out the

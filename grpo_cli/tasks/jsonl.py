@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Unpack, cast
+from typing import Annotated, Any, Unpack
 
 from pydantic import Field
 
@@ -19,7 +19,7 @@ from grpo_cli.tasks.model_judge import JudgeSettings, ModelJudge
 from grpo_cli.tasks.own_reward import OwnReward
 from grpo_cli.tasks.problems import LazyPrompts, Problem, of_json, read_problems, split_by_hash, value_of
 from grpo_cli.tasks.prompting import Tokenizer
-from grpo_cli.tasks.turns import DialogueTask, Environment, Episodes, TurnSettings
+from grpo_cli.tasks.turns import DialogueTask, Episodes, TurnSettings
 from grpo_cli.tasks.workers import JudgeWorkers
 from grpo_cli.types import Prompt, Reward, Rollout
 
@@ -63,8 +63,19 @@ class Jsonl(DialogueTask):
         if not (source := path or default_path):
             raise UserError("task.path is missing: give a file (.jsonl, .csv, ...), or hub:<dataset>:<split>")
         self._set_up(tokenizer, turns, chat_template_kwargs, warn)
-        of_model = partial(ModelJudge, judge, run_dir, warn)
-        self._judge = _judge(reward, GRADINGS[grading], judge_seconds, judge_workers, self._environment, of_model)
+        main, environment = GRADINGS[grading], self._environment
+        score = environment.score if isinstance(environment, Episodes) and environment.scores else None
+        if grading != "lenient" and reward not in ("numbers", "math"):
+            raise UserError("task.grading=strict is for task.reward=numbers and math: leave it out")
+        if reward == "environment" and score is None:
+            raise UserError("task.reward=environment needs a task.environment with get_reward()")
+        judges: Mapping[str, Callable[[], Judge]] = {
+            "numbers": lambda: Numbers(main),
+            "math": lambda: MathJudge(main, judge_seconds, judge_workers),
+            "judge": lambda: ModelJudge(judge, run_dir, warn),
+            "environment": lambda: OwnReward(reward, score),
+        }
+        self._judge = judges.get(reward, lambda: OwnReward(reward))()
         self._weighing = Weighing(weights or {}, formats_on, self._judge.main)
         self._overlong_tokens, self._fields = overlong_tokens, (question_field, answer_field)
         self._source, self._eval_fraction = source, eval_fraction
@@ -72,8 +83,7 @@ class Jsonl(DialogueTask):
         self._eval_key = "task.eval_path" if eval_path else "task.path"  # what helps where the hub does not
         if few_shot:
             self._prompting = replace(self._prompting, examples=self._examples(few_shot))
-        opens = (self._environment.opens,) if self._environment else ()
-        self._limits = (self._prompting, max_prompt_tokens, warn, *opens)
+        self._limits = (self._prompting, max_prompt_tokens, warn, self._opening)
         if path and self._own_problems[0]:
             self.prompts("train")  # so that what is wrong with it is found at once
         self.prompts("eval")
@@ -84,19 +94,20 @@ class Jsonl(DialogueTask):
     def rewards(self, pairs: Sequence[tuple[Prompt, Rollout]]) -> list[Reward]:
         """Judge many rollouts at once, each with its prompt."""
         completions = [self._completion(prompt, rollout) for prompt, rollout in pairs]
-        judged = zip(self._judge(completions), completions, pairs, strict=True)
+        # replies first: a function of your own may change its turns
+        judged = zip([it.reply for it in completions], self._judge(completions), pairs, strict=True)
         return [
-            self._weighing.reward(parts, completion.reply, overlong(rollout, self._overlong_tokens))
+            self._weighing.reward(parts, reply, overlong(rollout, self._overlong_tokens))
             if parts
             else Reward(0.0, judged=False)
-            for parts, completion, (_, rollout) in judged
+            for reply, parts, (_, rollout) in judged
         ]
 
     def take_metrics(self) -> Mapping[str, float]:
         return {**super().take_metrics(), **self._judge.take_metrics()}
 
     def row_of(self, prompt: Prompt) -> Mapping[str, Any]:
-        return cast(Mapping[str, Any], of_json(self._problem(prompt).row))
+        return of_json(self._problem(prompt).row)
 
     def _problem(self, prompt: Prompt) -> Problem:
         return (self._train if prompt.id.startswith("train-") else self._eval).of(prompt.id)
@@ -171,26 +182,3 @@ class Jsonl(DialogueTask):
                 raise UserError(f"{fault}; {self._judge.advice}")
             self._warn(f"{fault}; such rows are left out")
         return [replace(problem, answer=reference) for problem, reference in found if reference is not None]
-
-
-def _judge(
-    reward: str,
-    main: str,
-    seconds: float,
-    workers: int,
-    environment: Environment | None,
-    of_model: Callable[[], ModelJudge],
-) -> Judge:
-    if reward == "numbers":
-        return Numbers(main)
-    if reward == "math":
-        return MathJudge(main, seconds, workers)
-    if main != GRADINGS["lenient"]:
-        raise UserError("task.grading=strict is for task.reward=numbers and math: leave it out")
-    if reward == "judge":
-        return of_model()
-    if reward != "environment":
-        return OwnReward(reward)
-    if not isinstance(environment, Episodes) or not environment.scores:
-        raise UserError("task.reward=environment needs a task.environment with get_reward()")
-    return OwnReward(reward, environment.score)

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from grpo_cli.metric_names import METRICS
 from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.answers import final_number, reference_number
 from grpo_cli.tasks.formats import FORMATS, OVERLONG
@@ -19,7 +20,6 @@ from grpo_cli.types import LARGEST_REWARD, Reward
 
 GRADINGS = {"lenient": "correct", "strict": "correct_strict"}
 FORMATS_ON = ("all", "wrong")
-RESERVED = frozenset({"mean", "std", "kept_mean"})  # reward/<these> are metrics of their own
 Weight = Annotated[float, Field(ge=-LARGEST_REWARD, le=LARGEST_REWARD)]
 Weights = Mapping[str, Weight | None]
 
@@ -125,7 +125,7 @@ class Weighing:
     def _check(self, parts: Mapping[str, float], formats: Mapping[str, float]) -> None:
         """Raise UserError for parts of your own function that do not go together: only now they have names."""
         found = f"the reward function named the parts {', '.join(parts)}"
-        if taken := sorted(parts.keys() & {*formats, *RESERVED}):
+        if taken := sorted(name for name in parts if name in formats or f"reward/{name}" in METRICS):
             raise UserError(f"{found}, but reward/{taken[0]} is a metric already: rename yours")
         given = {name for name, weight in self._weights.items() if (name, weight) != ("correct", 1.0)}
         if unknown := given - {*parts, *formats}:

@@ -229,7 +229,7 @@ class LazyPrompts(MadePrompts):
         prompting: Prompting,
         max_tokens: int | None,
         warn: Callable[[str], None],
-        opens: Callable[[Mapping[str, Any], str], str] = lambda row, place: "",
+        opens: Callable[[Mapping[str, Any], str], str],
     ) -> None:
         assert len({p.line for p in problems}) == len(problems), "a problem of a split has a line of its own"
         self._split, self._prompting, self._max_tokens, self._opens = split, prompting, max_tokens, opens

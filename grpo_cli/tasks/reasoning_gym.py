@@ -107,8 +107,7 @@ class ReasoningGym(DialogueTask):
         return rewards
 
     def row_of(self, prompt: Prompt) -> Mapping[str, Any]:
-        question = self._made([self._named(prompt.id)])[0]["question"]
-        return {"task": self._name, "question": question, "answer": prompt.answer}
+        return {"task": self._name, **self._made([self._named(prompt.id)])[0]}
 
     def _answer(self, text: str) -> str | None:
         """Return the text between the last tags; without tags all of it, or nothing under strict grading."""
@@ -146,16 +145,17 @@ class ReasoningGym(DialogueTask):
 
     def _prompt(self, split: str, number: int, made: Reply) -> Prompt | None:
         """Build a prompt; None if the problem belongs to the other split or is too long."""
-        question = made["question"]
+        question, name = made["question"], f"{split}-{number:06d}"
         if is_held_out(question, one_in=4) != (split == "eval"):
             return None
-        token_ids = self._prompting.encode(question)
+        opening = self._opening({"task": self._name, **made}, f"prompt {name}")
+        token_ids = self._prompting.encode(question + opening)
         if self._most_tokens is not None and len(token_ids) > self._most_tokens:
             if not self._has_cut:
                 self._warn(f"problems of {self._name} with more than {self._most_tokens} tokens are left out")
             self._has_cut = True
             return None
-        return Prompt(f"{split}-{number:06d}", token_ids, made["answer"])
+        return Prompt(name, token_ids, made["answer"])
 
     def _where(self, split: str, number: int) -> Question:
         """Return what identifies a problem for the worker process."""

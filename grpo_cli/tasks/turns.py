@@ -25,6 +25,7 @@ from pydantic import Field
 from grpo_cli.support.errors import UserError, explained, own_code, raised, text_of
 from grpo_cli.support.ranges import Count
 from grpo_cli.tasks.own_reward import own
+from grpo_cli.tasks.problems import of_json
 from grpo_cli.tasks.prompting import Prompting, PromptSettings, TextTask, Tokenizer
 from grpo_cli.types import Prompt
 
@@ -219,6 +220,7 @@ class Environment:
         from transformers.utils import get_json_schema
 
         self.name, self._seconds, self._thinks, self._functions = name, seconds, thinks, functions
+        self.note: Callable[[Observation], None] = lambda found: None  # of errors that the model does not read
         with explained(
             f"{name} cannot be described to the model", "; give each argument a type and a line under Args:"
         ):
@@ -286,7 +288,9 @@ class Episodes(Environment):
         """Return the reward of a whole episode. As in TRL the calls of its last turn are not made: the model reads no
         result of them."""
         who = f"{self.name}, get_reward for the row {str(row)[:80]},"
-        instance = self._replayed(row, turns[:-1] if self._methods else turns, who)
+        instance = self._replayed(row, turns[:-1], who)
+        if turns and not self._methods:
+            self.note(self._observe_turn(instance, turns[-1], who))
         return _with_timeout(lambda: _awaited(instance.get_reward()), self._seconds, who)
 
     def opens(self, row: Mapping[str, Any], place: str) -> str:
@@ -303,7 +307,7 @@ class Episodes(Environment):
     def _reset(self, row: Mapping[str, Any], who: str) -> tuple[Any, Any]:
         def begin() -> tuple[Any, Any]:
             instance = self._made()
-            return instance, _awaited(instance.reset(**row))
+            return instance, _awaited(instance.reset(**of_json(row)))  # a copy: it may change what it gets
 
         return _with_timeout(begin, self._seconds, who)
 
@@ -342,11 +346,15 @@ class DialogueTask(TextTask, ABC):
             self.turns, self._prompting = settings["turns"], replace(prompting, tools=environment.tools)
             self._prompting.check_turns(environment.role, settings["keep_reasoning"])
             self._responders, self._lock = _Workers(settings["respond_workers"]), threading.Lock()
-            self._known_faults = set[str]()
+            self._known_faults, environment.note = set[str](), self._note
 
     @abstractmethod
     def row_of(self, prompt: Prompt) -> Mapping[str, Any]:
         """Return the row of a problem, for its environment."""
+
+    def _opening(self, row: Mapping[str, Any], place: str) -> str:
+        """Return the environment's text behind the question of a row."""
+        return self._environment.opens(row, place) if self._environment else ""
 
     def between(self, turns: Sequence[Sequence[int]], messages: Sequence[str]) -> Sequence[int]:
         assert self._environment is not None

@@ -139,5 +139,9 @@ class WordProblems(DialogueTask, GeneratedTask[Story]):
         parts = {"correct": correct, "ended": float(rollout.finish.complete)}
         return Reward(correct, parts, weights={"correct": 1.0})
 
+    def _prompt(self, prompt_id: str, problem: Story, question: str) -> Prompt:
+        row = {"question": question, "answer": self.reference(problem)}
+        return super()._prompt(prompt_id, problem, question + self._opening(row, f"prompt {prompt_id}"))
+
     def row_of(self, prompt: Prompt) -> Mapping[str, Any]:
         return {"question": self._problem(prompt)[1], "answer": prompt.answer}

@@ -53,7 +53,7 @@ def run_ours(case: Case) -> list[Figures]:
     meter = Meter(clock=clock_of(case.threads))
     run = prepare(settings)
     runtime = set_up(run, settings.model, span=meter.span)
-    step = Step(settings, parts_of(run, runtime, (), meter, print, print))
+    step = Step(settings, parts_of(run, runtime, meter, print, print))
     progress, found = Progress(), list[Figures]()
     for number in range(case.repeats + 1):
         _, figures = clocked(lambda number=number: step.run(number, progress))

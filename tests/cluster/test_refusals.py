@@ -12,7 +12,7 @@ from small import engine_of, small_model
 
 from grpo_cli.config.choices import shipped
 from grpo_cli.config.instantiate import Factories
-from grpo_cli.engine.ray_engine import RayEngine, hollow, portions
+from grpo_cli.engine.ray_engine import RayEngine, portions, without_weights
 from grpo_cli.support.errors import UserError
 
 
@@ -36,7 +36,7 @@ def test_what_a_ray_engine_refuses_of_its_model_and_settings():
 
 def test_a_hollow_model_has_no_numbers_and_ties_stay_ties():
     model = small_model(hidden_size=64, tie_word_embeddings=True)
-    copy = hollow(model)
+    copy = without_weights(model)
     assert len(pickle.dumps(copy)) < sum(p.numel() for p in model.parameters())
     assert copy.lm_head.weight is copy.model.embed_tokens.weight and not copy.training
     assert [name for name, _ in copy.named_buffers()] == [name for name, _ in model.named_buffers()]

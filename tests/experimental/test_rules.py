@@ -150,7 +150,7 @@ def test_a_prompt_gets_the_lengths_of_its_recorded_steps_in_turn_also_after_a_re
     assert predictor.predict([*both, request("b")], None) == [10.0, 12.0, 11.0]
     predictor.learn([rollout(one, 10) for one in both], None)
     resumed = Oracle(path)
-    resumed.load_state(json.loads(json.dumps(predictor.state())))
+    resumed.load_state_dict(json.loads(json.dumps(predictor.state_dict())))
     for one in (predictor, resumed):
         assert one.predict(both, None) == [40.0, 42.0]
         with pytest.raises(UserError, match="sample 2 of prompt a .*record.rollouts=-1"):
@@ -197,6 +197,17 @@ class Says(FakeEngine):
             yield replace(made, request=one, sampler_logprobs=(logprob,) * len(made))
 
 
+@pytest.mark.parametrize(("found", "words"), [([], "not enough values"), (([], {}), "one whole rollout"), (None, "")])
+def test_a_search_of_one_s_own_fails_by_its_name_and_a_split_without_prompts_too(
+    found: Any, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exam = replace(composed(command="eval").eval, problems=2)
+    if not words:
+        monkeypatch.setattr(ARITHMETIC, "prompts", lambda split: [])
+    with pytest.raises(UserError, match=words or "no eval prompts"):
+        search_with(runtime(Says(())), lambda *given: found, exam, Sampling.plain(5), 0)
+
+
 def test_best_is_the_likeliest_per_token_and_not_the_shortest_or_right_one():
     """Sums are -0.9 * 2, -0.5 * 6 and -0.6 * 2: the second has the best mean, and the third the best sum."""
     replies = [("7", -0.9), ("3+4=8", -0.5), ("7", -0.6)]
@@ -240,8 +251,8 @@ def test_the_part_of_a_tree_that_goes_on_is_the_best_of_all_choices():
             return sum(worth[i] for i in some) - c * kept / everything + d * found / every  # noqa: B023
 
         best = max(value(some) for size in range(1, count + 1) for some in combinations(range(count), size))
-        found, worth_of = chosen(worth, paths, labels, cost, diversity)
-        assert worth_of == pytest.approx(best) and value(found) == pytest.approx(best)
+        found = chosen(worth, paths, labels, cost, diversity)
+        assert value(found) == pytest.approx(best)
     assert clusters(cosines(np.array([[1.0, 0.0], [1.0, 0.1], [0.0, 1.0]]))) == [0, 0, 1]
 
 

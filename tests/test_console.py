@@ -149,3 +149,5 @@ def test_no_text_tells_the_terminal_what_to_do(monkeypatch: pytest.MonkeyPatch) 
     assert printed.getvalue() == "ared bc\ufffdd\ufffde\rf\ufffd\n"  # progress bars return to the line's beginning
     terminal.console(shown, force_terminal=True, width=60).print(f"[bold]{HOSTILE}", highlight=False)
     assert shown.getvalue() == "\x1b[1mared \ufffd]0;titlebc\ufffdd\ufffdef\ufffd\x1b[0m\n"  # rich takes the bell out
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert not terminal.console(io.StringIO()).is_terminal, "no live view is drawn into a file"

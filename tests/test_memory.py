@@ -352,6 +352,9 @@ def test_a_run_out_of_memory_names_phase_breakdown_and_keys(monkeypatch):
     said = refused("train", *PROFILED, "train.steps=1", "hydra.run.dir=out", "eval.every=0")
     assert "out of memory in forward (CUDA out of memory. Tried to allocate 20.00 GiB)" in said
     assert "train.micro_batch_tokens" in said and "optimizer" in said
+    monkeypatch.setattr("grpo_cli.experiment.evaluate_with", failing)
+    said = refused("eval", "eval.problems=1", "hydra.run.dir=exam")
+    assert "out of memory in eval" in said and "sampler.slots" in said and not Path("exam").exists()
 
 
 # As PyTorch 2.13 and CUDA say it: a graph's instantiation, a handle, a convolution, the host.

@@ -53,9 +53,7 @@ def two_processes() -> Any:
             workers = Workers("gym", 1, 120.0)
             workers.ask([{"check": "", "config": {}}])  # so that it starts with this seed
             made.append(workers)
-    yield made
-    for workers in made:
-        workers.close()
+    return made
 
 
 def problem(name: str, index: int, **more: Any) -> dict[str, Any]:

@@ -71,7 +71,6 @@ def test_workers_answer_in_order_and_are_kept_and_no_more_are_started_than_asked
     assert os.getsid(pids.pop()) != os.getsid(0), "ctrl-C at the terminal does not reach it"
     _end_own(workers._workers, os.getpid() + 1)  # as in a fork, whose number is not that of the owner
     assert len(children() - before) == 2
-    workers.close()
 
 
 def test_who_hangs_or_dies_is_reaped_and_replaced_and_nobody_else_s_reply_is_lost(script: Path) -> None:
@@ -81,7 +80,6 @@ def test_who_hangs_or_dies_is_reaped_and_replaced_and_nobody_else_s_reply_is_los
     replies = workers.ask(asked)
     assert [reply.get("twice", reply) for reply in replies] == [2, LATE, 6, *died, LATE, 10]
     assert all(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in children() - before)
-    workers.close()
 
 
 def test_a_script_that_does_not_start_is_no_questions_fault(script: Path) -> None:
@@ -103,7 +101,6 @@ def test_an_interrupted_call_leaves_no_reply_to_the_next(script: Path) -> None:
         workers.ask([{"hang": 1}, {"x": 1}, {"hang": 1}])
     signal.signal(signal.SIGALRM, before)
     assert [reply["twice"] for reply in workers.ask([{"x": 2}, {"x": 3}])] == [4, 6]
-    workers.close()
 
 
 def test_nothing_is_left_when_the_program_ends(script: Path) -> None:

@@ -67,7 +67,7 @@ def train(command: Command, settings: RunSettings) -> Any:
 def evaluate(command: Command, settings: EvalRunSettings) -> Any:
     """Evaluate, print a table, and return the accuracy."""
     run = prepare(settings)
-    with run_folder(command, run.settings):
+    with run_folder(command, run.settings), explaining_out_of_memory(run):
         metrics = experiment.evaluate_model(run).metrics
     rows = list[tuple[str, ...]]()
     for name in (name for name in metrics if not name.endswith(("_low", "_high"))):

@@ -37,6 +37,10 @@ class _Group(TyperGroup):
             return super().invoke(ctx)
         except UserError as error:
             fail(error)
+        except RuntimeError as error:  # of pathlib
+            if "home directory" not in str(error):
+                raise
+            fail("a path begins with ~ and the name of no user: write the folder in full")
 
 
 app = typer.Typer(

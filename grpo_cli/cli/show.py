@@ -50,8 +50,6 @@ def _print(console: Console, text: str, style: str = "", indent: int = 0) -> Non
 def _found(folder: Path, step: int | None) -> Recording:
     """Return what is recorded of a step. UserError with what there is instead."""
     found = read_recording(folder, step)
-    if found is None:
-        raise UserError(f"{plain(folder)} holds no rollouts; grpo ls lists runs")
     if not found.rollouts:
         if found.file.name == SAMPLES and step is not None:
             raise UserError(f"{plain(found.file)} is of an evaluation, which has no steps: leave --step out")

@@ -13,7 +13,7 @@ from grpo_cli.config.prepare import Prepared, conflicts
 from grpo_cli.memory.allocations import ACTIVATIONS, LOGITS
 from grpo_cli.memory.plan import GRADIENTS, KV, OPTIMIZER, REFERENCE, UPDATE, WEIGHTS, WORKSPACE
 from grpo_cli.memory.planner import AS_IT_IS, Planner, Values, with_values
-from grpo_cli.settings import OFFLOAD, PARK, RECOMPUTE, STATE
+from grpo_cli.settings import OFFLOAD, PARK, RECOMPUTE, STATE, EvalRunSettings
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import gib
 from grpo_cli.support.memory import held_by_others, is_out_of_memory
@@ -64,11 +64,15 @@ def explaining_out_of_memory(run: Prepared[Any]) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         spans = spans_around(error) or ("setting up",)
-        phase = "eval" if "eval" in spans else spans[-1]
+        is_eval = isinstance(run.settings, EvalRunSettings)  # which has no spans and no plan
+        phase = "eval" if is_eval or "eval" in spans else spans[-1]
         lines = [f"out of memory in {phase} ({' '.join(str(error).split())[:200]})"]
         if run.device.type == "cuda":
             others, free, whole = held_by_others(run.device)
             lines.append(f"other processes hold {gib(others)} of the GPU's {gib(whole)}; {gib(free)} are free")
+        if is_eval:
+            lines.append("decode fewer at a time: sampler=infinite sampler.slots=16; or lower sampling.max_new_tokens")
+            raise UserError("\n".join(lines)) from error
         try:
             lines += breakdown(Planner.of(run, run.device), phase=phase)
         except (UserError, MemoryError, RuntimeError) as fault:

@@ -11,8 +11,6 @@ from jaxtyping import Float
 
 from grpo_cli.support.intervals import student_95
 
-Rows = Sequence[Mapping[str, float | int]]  # of a run's metrics.jsonl
-
 GREEDY = "eval/accuracy"
 
 # What accuracy is plotted against: the metric and its label.
@@ -43,8 +41,8 @@ class Curve:
         return next((x for x, y in zip(self.axes[CLOCK], self.values, strict=True) if value and y >= value), None)
 
 
-def curve_of(rows: Rows, metric: str = GREEDY) -> Curve:
-    """Return the metric in the rows; a value that is not finite is skipped."""
+def curve_of(rows: Sequence[Mapping[str, float]], metric: str = GREEDY) -> Curve:
+    """Return the metric in the rows of a `metrics.jsonl`; a value that is not finite is skipped."""
     found = [row for row in rows if math.isfinite(row.get(metric, math.nan))]
     return Curve(
         steps=tuple(int(row["step"]) for row in found),

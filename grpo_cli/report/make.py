@@ -36,7 +36,7 @@ def make(
     The folder gets pictures, tables, rollouts early and late, and `report.json` with every number; of evaluations
     alone a table is shown and nothing written (None). UserError if there are no runs or `out` cannot be written.
     """
-    console, out = console or terminal.console(), out or layout.new_folder("report")
+    console, out = console or terminal.console(), (out or layout.new_folder("report")).expanduser()
     read = read_all(folders, metric)
     if read and all(run.recorded.command == "eval" for run in read):
         show_evaluations(labelled(read))

@@ -16,6 +16,7 @@ from pydantic import BaseModel, Field
 
 from grpo_cli.report.read import records
 from grpo_cli.runs.layout import ROLLOUTS, SAMPLES
+from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import plain
 
 _Number = Annotated[float, Field(strict=False)]  # which may be written as "NaN"
@@ -60,11 +61,11 @@ class Recording:
     notes: tuple[str, ...]
 
 
-def read_recording(folder: Path, step: int | None = None) -> Recording | None:
-    """Return the rollouts of a step, by default the last; None if the folder has no file of rollouts."""
+def read_recording(folder: Path, step: int | None = None) -> Recording:
+    """Return the rollouts of a step, by default the last. UserError if the folder has no file of rollouts."""
     file = next((folder / name for name in (ROLLOUTS, SAMPLES) if (folder / name).is_file()), None)
     if file is None:
-        return None
+        raise UserError(f"{plain(folder)} holds no rollouts; grpo ls lists runs")
     steps, notes, found, last = set[int](), list[str](), list[Recorded](), step
     for row in records(file, Recorded.model_validate_json, notes):
         steps |= set() if row.step is None else {row.step}

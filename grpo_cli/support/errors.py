@@ -25,7 +25,7 @@ class UserError(Exception):
 
 def closest(word: str, known: Iterable[str], show: Callable[[str], str] = str) -> str:
     """Return `; did you mean x?` for the nearest known word, or nothing."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.65)
     return f"; did you mean {show(near[0])}?" if near else ""
 
 

@@ -8,9 +8,8 @@ import shutil
 import subprocess
 import sysconfig
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
-import grpo_cli
+from grpo_cli.runs.record import SOURCE
 from grpo_cli.settings import SHARE_VARIABLE
 from grpo_cli.support.errors import UserError
 
@@ -38,7 +37,7 @@ def chosen_gpus(typed: Sequence[str]) -> Sequence[str]:
 def places(jobs: int, gpus: Sequence[str], environment: Mapping[str, str]) -> list[dict[str, str]]:
     """Return the environment of each concurrent job: its GPU, its share of the memory, its threads, and a PYTHONPATH
     that has this package."""
-    here, path = str(Path(grpo_cli.__file__).resolve().parents[1]), environment.get("PYTHONPATH", "")
+    here, path = str(SOURCE), environment.get("PYTHONPATH", "")
     if here != sysconfig.get_paths()["purelib"]:
         path = os.pathsep.join(filter(None, (path, here)))
     for_all = {"PYTHONPATH": path}

@@ -15,8 +15,7 @@ from typing import Any
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.utils import JobReturn, JobStatus, setup_globals
-from hydra.plugins.launcher import Launcher
+from hydra.core.utils import JobReturn, JobStatus
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict
 
@@ -35,7 +34,7 @@ _OF_THE_SWEEP = ("launcher", "sweeper", "sweep", "run", "mode")
 say = partial(print, flush=True)  # a line at once, also into a pipe
 
 
-class ProcessLauncher(Launcher):
+class ProcessLauncher:
     """A launcher: it lists and checks jobs, runs those not done and records how they ended."""
 
     def __init__(self, jobs: Any, gpus: Any) -> None:
@@ -52,8 +51,12 @@ class ProcessLauncher(Launcher):
         typed: Any = OmegaConf.to_container(config.hydra.overrides, resolve=False)
         self._typed, self._typed_of_hydra = typed["task"], typed["hydra"]
         self._sweep.of_hydra = [word for word in self._typed_of_hydra if not is_of(word, _OF_THE_SWEEP)]
-        self._folder = Path(config.hydra.sweep.dir).absolute()
         self._sweep.folder = Path(config.hydra.sweep.dir)
+        if str(self._sweep.folder).startswith("~"):
+            raise UserError(
+                f"hydra.sweep.dir={self._sweep.folder}: give the home folder in full, or ~ becomes a folder"
+            )
+        self._folder = self._sweep.folder.absolute()
         if not is_a(int, self._at_a_time) or self._at_a_time < 1:
             raise UserError(f"hydra.launcher.jobs={shown(self._at_a_time)} must be a whole number of at least 1")
         several = isinstance(self._gpus, Sequence) and not isinstance(self._gpus, str) and len(self._gpus)
@@ -71,7 +74,6 @@ class ProcessLauncher(Launcher):
         """Run the jobs that are not done; KeyboardInterrupt if a signal came."""
         if not job_overrides:
             raise UserError("a setting of the sweep has no values: each needs at least one value")
-        setup_globals()
         common = set(self._typed)
         if len(job_overrides) > 1:
             common |= set.intersection(*map(set, job_overrides))

@@ -11,11 +11,12 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
-from grpo_cli.runs.layout import LOG
+from grpo_cli.runs.files import write_object
+from grpo_cli.runs.layout import LOG, STATUS
 from grpo_cli.runs.stop import Stop
-from grpo_cli.sweep.status import Job, JobState, failure, status_line, write_status
+from grpo_cli.sweep.status import Job, JobState, failure, status_line
 
 POLL_SECONDS = 0.05
 
@@ -106,6 +107,6 @@ class Pool:
 
     def _note(self, job: Job, status: JobState) -> None:
         self.states[job] = status
-        write_status(job.folder, status)
+        write_object(job.folder / STATUS, asdict(status))
         if status.state != "waiting" or status.reason:
             self._say(status_line(job, status))

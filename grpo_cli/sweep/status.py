@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import signal
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_cli.runs.files import read_object, write_object
+from grpo_cli.runs.files import read_object
 from grpo_cli.runs.layout import LOG, STATUS, SUMMARY
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import duration, plain
@@ -36,11 +36,6 @@ class JobState:
     exit_code: int | None = None
     seconds: float | None = None
     command: str = "train"
-
-
-def write_status(folder: Path, status: JobState) -> None:
-    """Write a job's status."""
-    write_object(folder / STATUS, asdict(status))
 
 
 def read_status(folder: Path) -> JobState | None:

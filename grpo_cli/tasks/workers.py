@@ -116,10 +116,6 @@ class Workers:
         finally:
             self._free.append(worker)
 
-    def close(self) -> None:
-        """End all workers; the next question starts new ones."""
-        _end_own(self._workers, os.getpid())
-
 
 def _end_own(workers: Sequence[Worker], owner: int) -> None:
     """End workers with their object or the program; a fork of the program leaves its parent's workers alone."""

@@ -14,7 +14,7 @@ from small import VOCABULARY, small_model
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from grpo_cli.memory.allocations import ACTIVATIONS, Allocations
+from grpo_cli.memory.shapes import ACTIVATIONS, Allocations
 from grpo_cli.model import checkpointing
 from grpo_cli.model.adapters import with_adapters
 from grpo_cli.model.anatomy import unwrapped

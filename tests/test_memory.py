@@ -24,12 +24,11 @@ from grpo_cli.engine.eviction import Dense
 from grpo_cli.engine.generation import Generation
 from grpo_cli.learner.logprobs import chosen_logprobs
 from grpo_cli.memory import fit
-from grpo_cli.memory.allocations import ACTIVATIONS, LOGITS, Allocations
 from grpo_cli.memory.out_of_memory import breakdown
 from grpo_cli.memory.plan import GRADIENTS, KV, OPTIMIZER, REFERENCE, WEIGHTS, WORKSPACE, StepShape, Workload, plan
 from grpo_cli.memory.planner import Planner
 from grpo_cli.memory.profile import GPUS
-from grpo_cli.memory.shapes import ShapeModel
+from grpo_cli.memory.shapes import ACTIVATIONS, LOGITS, Allocations, ShapeModel
 from grpo_cli.model.anatomy import backbone
 from grpo_cli.model.checkpointing import keep_little, last_states
 from grpo_cli.model.load import load_model
@@ -62,7 +61,7 @@ def step(slots: int | None = None, **words: Any) -> StepShape:
 
 
 def planned(device: torch.device = GPU, *words: str, **of: Any) -> Any:
-    return plan(shapes(device, *words), step(**of)).phases
+    return plan(shapes(device, *words), step(**of))
 
 
 def test_what_shapes_alone_decide_has_the_bytes_that_one_counts_by_hand():
@@ -133,7 +132,7 @@ def test_more_of_anything_never_takes_less(device):
         [step(slots=count) for count in (1, 2, 3, 4)],
         [replace(base.with_n(50), tokens=count) for count in (1, 30, 100, 1000, 3000)],
     ):
-        rising = [sum(map(one.bytes_of, one.phases)) for one in (plan(shapes(device), of) for of in steps)]
+        rising = [sum(map(one.bytes_of, one)) for one in (plan(shapes(device), of) for of in steps)]
         assert rising == sorted(rising) and rising[0] < rising[-1]
 
 
@@ -317,7 +316,7 @@ def test_a_profile_measures_every_phase_and_predicts_what_training_takes(capsys)
 
 
 def test_a_plan_reads_no_weights_and_no_problems_of_the_hub_and_runs_nothing(monkeypatch):
-    monkeypatch.setattr("grpo_cli.memory.measure.Step", None)
+    monkeypatch.setattr("grpo_cli.memory.profile.Step", None)
     monkeypatch.setattr("grpo_cli.memory.planner.installed", lambda module: False)
     shape = ["model=qwen2_5_3b", "model.architecture.num_hidden_layers=1", "model.dtype=float32"]
     shape += ["model.lora.rank=2", "model.lora.dropout=0.5"]

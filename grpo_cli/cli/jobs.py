@@ -89,7 +89,7 @@ def profile(command: Command, settings: ProfileRunSettings) -> Any:
     gpu = settings.profile.for_gpu
     run = prepare(settings, gpu != "t4" if gpu else None)  # all others compute faster in bfloat16
     with run_folder(command, run.settings):
-        peak = profiling.profile(run, command.typed, to_stderr, experiment.say_to_stderr, console())
+        peak = profiling.profile(run, command.typed, console())
         print(f"all of it: {settings.run_dir}/{PROFILE}")
         write_object(Path(settings.run_dir) / SUMMARY, {"status": "completed", "peak_bytes": peak})
     return peak

@@ -174,7 +174,7 @@ def checkpoint_to_resume(settings: RunSettings, warn: Callable[[str], None]) -> 
         raise UserError(f"train.steps={settings.train.steps} is less than the {done} of {found.path}: ask for more")
     begun, path = read_record(Path(settings.run_dir)), settings.model.path
     was = begun.config["model"] if begun else {}
-    gone = was and was["path"] != "tiny" and not Path(was["path"]).expanduser().is_dir()
+    gone = was and "/" in was["path"] and not Path(was["path"]).expanduser().is_dir()
     moved = gone and (was["path"].startswith(("/", ".", "~")) or Path(path).expanduser().is_dir())
     if was and not settings.model.adapted and was["path"] != path and not moved:  # a base may lie elsewhere
         raise UserError(f"model.path={path} is not the model of {found.path}: leave model= and model.path= out")

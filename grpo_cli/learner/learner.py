@@ -108,7 +108,7 @@ class Learner:
         loss, optim, sums = loss or self._loss, self._optim, dict[str, Tensor]()
         divisors, trained = totals(batch, self._max_new_tokens), int(batch.trained_mask.sum())
         parts, passes = self._micro_batches(batch, loss), list[Tensor]()
-        self._optimizer.zero_grad()
+        self._model.zero_grad()
         with self._span("update") as count, computing_with(self.threads):
             for done, (rows, has_gradient) in enumerate(parts, 1):
                 values, shares = self._pass(rows_of(batch, rows), loss, divisors, trained, has_gradient)
@@ -124,7 +124,7 @@ class Learner:
                     metrics["off/ess"] = effective_share(batch, logprobs)
                 rate = learning_rate(optim, step, self._train.steps) if rate is None else rate
                 fault, stepped = self._optimizer_step(metrics, rate, step)
-        self._optimizer.zero_grad()
+        self._model.zero_grad()
         give_back_freed(all_of_it=False)
         return Update(metrics, logprobs, fault, stepped)
 

@@ -88,8 +88,7 @@ def _chosen(
 ) -> Tensor:
     logits = to_logits(states)
     if torch.is_grad_enabled():
-        chosen: Tensor = _Chosen.apply(logits, ids, temperature, by_row, room)
-        return chosen
+        return _Chosen.apply(logits, ids, temperature, by_row, room)
     chosen = by_row.chosen(logits, ids, temperature)
     if room is not None:
         by_row.slope(logits, ids, torch.zeros_like(chosen), temperature, room)

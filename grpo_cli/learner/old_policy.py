@@ -74,12 +74,6 @@ def is_needed_first(correction: Correction, train: TrainSettings, has_dropout: b
     return correction.needs_old_logprobs or train.epochs * train.minibatches > 1 or has_dropout
 
 
-def pass_before(prox: str, needed: bool) -> bool:
-    """True if a step makes a forward pass for the old policy before its updates; `needed`: it does with
-    `step_start`."""
-    return {"step_start": needed, "sampler": False, "ewma": True}[prox]
-
-
 def average_bytes(weights: Sequence[Tensor], prox: str | None) -> int:
     """Return the bytes of the average of `weights`, 4 for each number, where there is one."""
     return sum(4 * weight.numel() for weight in weights) if prox == "ewma" else 0

@@ -120,7 +120,7 @@ def state_bytes(weights: Sequence[Tensor], optim: OptimSettings, device: torch.d
     return sum((2 + optim.offload) * weight.untyped_storage().nbytes() + 4 for weight in weights)
 
 
-class Offloaded:
+class Offloaded(torch.optim.AdamW):
     """AdamW that works on copies in the CPU's memory, whose state (8 bytes per float32 weight) is there, too.
 
     Each step moves every gradient there and every weight back. The result is the same as without: the same numbers go
@@ -130,30 +130,16 @@ class Offloaded:
     def __init__(self, weights: Sequence[Tensor], weight_decay: float, kwargs: Mapping[str, Any]) -> None:
         self._weights = list(weights)
         self.copies = [torch.empty_like(w, device="cpu", pin_memory=w.is_cuda).copy_(w.detach()) for w in weights]
-        self._adamw = torch.optim.AdamW(_groups(self.copies, weight_decay), fused=True, **kwargs)
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self._adamw.param_groups
+        super().__init__(_groups(self.copies, weight_decay), fused=True, **kwargs)
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self, closure: Any = None) -> Any:
         for weight, copy in zip(self._weights, self.copies, strict=True):
             copy.grad = None if weight.grad is None else weight.grad.to("cpu")
-        self._adamw.step()
+        super().step(closure)
         for weight, copy in zip(self._weights, self.copies, strict=True):
             weight.copy_(copy, non_blocking=True)
             copy.grad = None
-
-    def zero_grad(self) -> None:
-        for weight in self._weights:
-            weight.grad = None
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._adamw.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._adamw.load_state_dict(state)
 
 
 def move_state(optimizer: Any, to_host: bool) -> None:

@@ -17,10 +17,10 @@ import torch
 
 from grpo_cli.config.auto import AUTO
 from grpo_cli.config.prepare import Prepared
-from grpo_cli.memory.allocations import LOGITS
 from grpo_cli.memory.out_of_memory import breakdown
 from grpo_cli.memory.plan import MemoryPlan
-from grpo_cli.memory.planner import Planner, Values, process_size
+from grpo_cli.memory.planner import Planner, Values, process_size, with_values
+from grpo_cli.memory.shapes import LOGITS
 from grpo_cli.settings import CHUNK, OFFLOAD, PARK, RECOMPUTE, SLOTS, STATE, TOKENS, RunSettings
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import gib, shown
@@ -124,8 +124,13 @@ def _cheapest(planner: Planner, updates: Planner, room: int, may: Set[str], wait
     """Return the first values that fit: the cheapest way in which updates fit with passes that are not small, then the
     most tokens of a pass and the most slots; if that does not do, with the optimizer's state parked, or offloaded.
     Where nothing fits, return the values that take the least."""
-    ways, small = [way for way in _WAYS if way.keys() <= may], {TOKENS: FEW_TOKENS} if TOKENS in may else {}
-    auto = planner.run.settings.train.micro_batch_tokens == AUTO
+    settings, small = planner.run.settings, {TOKENS: FEW_TOKENS} if TOKENS in may else {}
+    ways = [  # beside what is typed
+        {key: value for key, value in way.items() if key in may}
+        for way in _WAYS
+        if with_values(settings, {key: way[key] for key in way.keys() - may}) == settings
+    ]
+    auto = settings.train.micro_batch_tokens == AUTO
 
     def fits(values: Values, of: Planner = planner) -> bool:
         return of.plan(values).peak <= room
@@ -163,7 +168,7 @@ def most(planner: Planner, key: str, room: int, values: Values) -> int:
 
     def fits(number: int) -> bool:
         plan = planner.plan({**values, key: number})
-        return max(plan.peak, plan.bytes_of("decode") + plan.phases["decode"][LOGITS] if graphs else 0) <= room
+        return max(plan.peak, plan.bytes_of("decode") + plan["decode"][LOGITS] if graphs else 0) <= room
 
     every = rollouts.rollouts if key == SLOTS else rollouts.tokens(planner.step.m, planner.step.shares_prompts)
     return largest(every, fits)

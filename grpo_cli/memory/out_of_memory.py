@@ -10,9 +10,9 @@ import yaml
 
 from grpo_cli.config.instantiate import Factories
 from grpo_cli.config.prepare import Prepared, conflicts
-from grpo_cli.memory.allocations import ACTIVATIONS, LOGITS
 from grpo_cli.memory.plan import GRADIENTS, KV, OPTIMIZER, REFERENCE, UPDATE, WEIGHTS, WORKSPACE
 from grpo_cli.memory.planner import AS_IT_IS, Planner, Values, with_values
+from grpo_cli.memory.shapes import ACTIVATIONS, LOGITS
 from grpo_cli.settings import OFFLOAD, PARK, RECOMPUTE, STATE, EvalRunSettings
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import gib
@@ -35,7 +35,7 @@ _OF_GPUS = ("model.quantize", "optim.name", OFFLOAD, PARK, STATE)
 def breakdown(planner: Planner, values: Values = AS_IT_IS, phase: str = "") -> list[str]:
     """Return a line for each kind that a phase, else the fullest, is expected to hold, and what would lower it."""
     settings, plan, less = with_values(planner.run.settings, values), planner.plan(values), _LESS
-    phase = phase if phase in plan.phases else plan.fullest
+    phase = phase if phase in plan else plan.fullest
     useless = {"model.lora.rank": settings.model.adapted, "sparsity": planner.run.factories.fact("sparsity", "evicts")}
     useless |= dict.fromkeys(_OF_GPUS if planner.device.type == "cpu" else [PARK] * (phase in UPDATE), True)
     if phase in ("prefill", "decode", "eval"):
@@ -50,7 +50,7 @@ def breakdown(planner: Planner, values: Values = AS_IT_IS, phase: str = "") -> l
         changed = with_values(settings, {key: yaml.safe_load(text)})
         return changed != settings and not any(conflicts(changed, Factories.of(changed.parts)))
 
-    parts = sorted(((size, kind) for kind, size in plan.phases[phase].items() if size), reverse=True)
+    parts = sorted(((size, kind) for kind, size in plan[phase].items() if size), reverse=True)
     whole = f"with every rollout at full length {phase} takes {gib(plan.bytes_of(phase))}:"
     return [whole, *(f"  {kind} {gib(size)}: {', '.join(filter(helps, less[kind]))}" for size, kind in parts)]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -15,8 +14,7 @@ from grpo_cli.engine.kv_cache import BLOCK, blocks_for
 from grpo_cli.engine.kv_plan import KvPlan
 from grpo_cli.engine.samplers import Sampler
 from grpo_cli.engine.sampling import rows_at_once
-from grpo_cli.memory.allocations import ACTIVATIONS, LOGITS
-from grpo_cli.memory.shapes import ShapeModel, Sizes
+from grpo_cli.memory.shapes import ACTIVATIONS, LOGITS, ShapeModel, Sizes
 from grpo_cli.model.checkpointing import stored_bytes
 from grpo_cli.settings import Sampling
 from grpo_cli.support.memory import little_bytes
@@ -99,19 +97,16 @@ class StepShape:
         return min(of, max(self.tokens, max(self.rollouts.prompts) + self.rollouts.longest))
 
 
-@dataclass(frozen=True)
-class MemoryPlan:
+class MemoryPlan(dict[str, Sizes]):
     """Bytes by phase and kind."""
-
-    phases: Mapping[str, Sizes]
 
     @property
     def fullest(self) -> str:
         """The phase with the highest peak."""
-        return max(self.phases, key=self.bytes_of)
+        return max(self, key=self.bytes_of)
 
     def bytes_of(self, phase: str) -> int:
-        return sum(self.phases[phase].values())
+        return sum(self[phase].values())
 
     @property
     def peak(self) -> int:
@@ -134,14 +129,14 @@ def plan(model: ShapeModel, step: StepShape) -> MemoryPlan:
 
     def whole(phase: str, sizes: Sizes) -> Sizes:
         kept = min(_MOST_KEPT, int(_KEPT * sum(sizes.get(kind, 0) for kind in _COME_AND_GO))) if model.on_cpu else 0
-        return {
-            **sizes,
+        always = {
             WEIGHTS: model.weights,
             REFERENCE: model.weights if step.reference and step.second_model else 0,
             OPTIMIZER: step.average if step.parks and phase not in UPDATE else step.optimizer,
-            ACTIVATIONS: sizes.get(ACTIVATIONS, 0) + (model.dequantised if phase != "optimizer" else 0),
+            ACTIVATIONS: model.dequantised if phase != "optimizer" else 0,
             WORKSPACE: step.workspace + kept + (_BY_ONEDNN if model.on_cpu and model.dtype == torch.bfloat16 else 0),
         }
+        return {kind: sizes.get(kind, 0) + always.get(kind, 0) for kind in KINDS}
 
     return MemoryPlan({phase: whole(phase, sizes) for phase, sizes in phases.items()})
 

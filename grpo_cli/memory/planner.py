@@ -21,13 +21,13 @@ from grpo_cli.config.prepare import Prepared, Settings
 from grpo_cli.experiment import uses_torch_engine
 from grpo_cli.learner.forward import packs_rows
 from grpo_cli.learner.logprobs import chosen_logprobs
-from grpo_cli.learner.old_policy import average_bytes, is_needed_first, pass_before
+from grpo_cli.learner.old_policy import average_bytes, is_needed_first
 from grpo_cli.learner.optimizer import state_bytes
 from grpo_cli.memory.plan import MemoryPlan, StepShape, Workload, plan
 from grpo_cli.memory.shapes import ShapeModel, trained
 from grpo_cli.model.checkpointing import last_states
 from grpo_cli.model.checks import window_of
-from grpo_cli.model.load import TINY, load_model, load_tokenizer, model_config
+from grpo_cli.model.load import TINY, load_model, load_tokenizer
 from grpo_cli.settings import CHUNK, PARK, SLOTS, STATE, TOKENS
 from grpo_cli.support.extras import installed
 from grpo_cli.support.facts import fact
@@ -60,8 +60,8 @@ class Planner:
 
         own = shapes(model.gradient_checkpointing, model.offload_activations)
         built = run.factories.engine_parts(settings.seed)
-        needed = is_needed_first(correction, train, model.lora.dropout > 0)
-        corrects_all = correction.rejects and pass_before(correction.prox, True)
+        first = correction.prox == "ewma" or is_needed_first(correction, train, model.lora.dropout > 0)
+        passes = settings.n if correction.rejects else settings.m if first else 0
         step = StepShape(
             rollouts=rollouts,
             m=settings.m,
@@ -70,12 +70,12 @@ class Planner:
             evaluation=evaluation,
             tokens=UNLIMITED_TOKENS if train.micro_batch_tokens == AUTO else train.micro_batch_tokens,
             chunk=train.logprob_chunk,
-            shares_prompts=packs_rows(model, device, window_of(model_config(model, any_family=True)) is None),
+            shares_prompts=packs_rows(model, device, window_of(own.config) is None),
             prefix=built["predictor"].prefix_tokens if built["scheduler"].needs_lengths else 0,
             pauses=(settings.parts["task"].get("turns") or 1) > 1,
             packed=bool(settings.parts["engine"].get("packed_weights")),
             minibatches=train.minibatches,
-            logprobs_of=settings.n if corrects_all else settings.m if pass_before(correction.prox, needed) else 0,
+            logprobs_of=0 if correction.prox == "sampler" else passes,  # it has the sampler's own
             reference=run.rules.loss.needs_reference,
             second_model=not model.holds_reference,
             optimizer=_optimizer_bytes(settings, own),

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -15,53 +18,61 @@ from grpo_cli import experiment
 from grpo_cli.config.auto import AUTO
 from grpo_cli.config.overrides import key_of
 from grpo_cli.config.prepare import Prepared, prepare
+from grpo_cli.evaluate import evaluate_with
+from grpo_cli.interfaces import Advantage, SetUp
 from grpo_cli.memory import fit
-from grpo_cli.memory.measure import measure
 from grpo_cli.memory.out_of_memory import breakdown, explaining_out_of_memory
-from grpo_cli.memory.plan import KINDS, MemoryPlan
+from grpo_cli.memory.plan import UPDATE, MemoryPlan
 from grpo_cli.memory.planner import AS_IT_IS, Planner, not_planned, process_size, with_values
 from grpo_cli.report.tables import Table, print_table
 from grpo_cli.runs.files import write_object
 from grpo_cli.runs.layout import PROFILE
 from grpo_cli.runs.record import code_version
 from grpo_cli.settings import ProfileRunSettings
+from grpo_cli.step import Step
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import gib
-from grpo_cli.support.memory import free_bytes, total_bytes
+from grpo_cli.support.memory import free_bytes, peak_bytes, start_peak, total_bytes
+from grpo_cli.support.meter import Meter
+from grpo_cli.support.terminal import to_stderr
+from grpo_cli.tracking.progress import Progress
+from grpo_cli.types import ScoredGroup
 
-Say = Callable[[str], None]
 # Bytes of the GPUs of `profile.for_gpu`, as published: less than they report, which leaves room for CUDA itself.
 GPUS = {"h200": 141e9, "h100": 80e9, "a100_80gb": 80e9, "a100_40gb": 40e9, "l40s": 48e9}
 GPUS |= {"l4": 24e9, "a10": 24e9, "t4": 16e9, "rtx4090": 24e9, "rtx3090": 24e9}
 MOST = 1024  # rollouts per prompt: the search for the largest group that fits stops here
 _COLUMNS = ("phase", "seconds", "", "share", "tokens/s", "peak", "predicted", "ratio")
+# The phases of a step in order, none nested in another; `eval` is outside the step. The first is engine=ray's.
+PHASES = (*("weights", "prefill", "decode", "reward", "old_logprobs", "ref_logprobs"), *UPDATE, "eval")
+NEVER = -1  # the end-of-sequence token of rollouts of full length: a token that no model produces
 _SLOTS = "rollouts: {decode_steps:.0f} decode steps in {slots:.0f} slots, {slot_utilisation:.0%} of them busy"
 
 
-def profile(run: Prepared[ProfileRunSettings], typed: Sequence[str], say: Say, warn: Say, console: Console) -> int:
+def profile(run: Prepared[ProfileRunSettings], typed: Sequence[str], console: Console) -> int:
     """Choose what `fit` would, measure unless only a plan is wanted, write `profile.json`, show it; return the peak."""
     settings, wanted = run.settings, run.settings.profile
     if wanted.lengths != "natural" and not experiment.uses_torch_engine(run.factories):
         raise UserError(f"profile.lengths={wanted.lengths} forces lengths, which only engine=torch can do")
     device = torch.device("cuda") if wanted.for_gpu else run.device
-    say("planning: a few seconds")
+    to_stderr("planning: a few seconds")
     workspace = process_size(device)
+    chooses = settings.fit != "none" or settings.train.micro_batch_tokens == AUTO
     if not (room := settings.fit_bytes or int(GPUS.get(str(wanted.for_gpu), 0))):
-        room = free_bytes(device) + workspace if settings.fit == "auto" else total_bytes(device)
+        room = free_bytes(device) + workspace if chooses else total_bytes(device)
     planner, values = Planner.of(run, device, workspace), AS_IT_IS
-    if settings.fit != "none" or settings.train.micro_batch_tokens == AUTO:
+    if chooses:
         fitted = fit.cheapest_fit(planner, fit.within(room, device), {key_of(word) for word in typed})
         values = fitted.values
-        say("\n".join(fitted.lines))
+        to_stderr("\n".join(fitted.lines))
     settings, measured = with_values(settings, values), None
     if wanted.measures:
         run = prepare(settings)
         with explaining_out_of_memory(run):
-            measured = measure(run, say, warn)
+            measured = measure(run)
     named = torch.cuda.get_device_name(device) if run.device.type == "cuda" else f"cpu ({platform.machine()})"
     plan = planner.plan(values)
-    held = {name: {kind: sizes.get(kind, 0) for kind in KINDS} for name, sizes in plan.phases.items()}
-    phases = {name: {"bytes": plan.bytes_of(name), "held_by": sizes} for name, sizes in held.items()}
+    phases = {name: {"bytes": plan.bytes_of(name), "held_by": sizes} for name, sizes in plan.items()}
     largest_n = fit.largest(MOST, lambda n: replace(planner, step=planner.step.with_n(n)).plan(values).peak <= room)
     found = {
         "command": ["grpo", "profile", *typed],
@@ -85,8 +96,8 @@ def _show(console: Console, found: Mapping[str, Any], plan: MemoryPlan, held: Se
     lines, fits = [f"Not planned: {note}." for note in found["not_predicted"]], found["fit"]
     if (measured := found["measured"]) is None:
         lines.append("Not planned: time. On the device itself, grpo profile without plan_only and for_gpu measures it.")
-        for name, sizes in plan.phases.items():
-            held_by = ", ".join(f"{kind} {gib(sizes[kind])}" for kind in KINDS if sizes.get(kind))
+        for name, sizes in plan.items():
+            held_by = ", ".join(f"{kind} {gib(size)}" for kind, size in sizes.items() if size)
             lines.append(f"{name:12} {gib(plan.bytes_of(name)):>10}: {held_by}")
     else:
         print_table(console, _phases(measured["phases"], plan))
@@ -102,7 +113,7 @@ def _phases(measured: Mapping[str, Any], plan: MemoryPlan) -> Table:
     step, rows = measured["step"]["seconds_median"], list[tuple[str, ...]]()
     for name, phase in measured.items():
         seconds, middle, peak = phase["seconds"], phase["seconds_median"], phase["peak_bytes"]
-        expected = plan.bytes_of(name) if name in plan.phases else 0
+        expected = plan.bytes_of(name) if name in plan else 0
         row = (
             name,
             f"{middle:.3f}",
@@ -116,3 +127,66 @@ def _phases(measured: Mapping[str, Any], plan: MemoryPlan) -> Table:
         rows.append(row)
     title = "a step, phase by phase (median and half the range of the measured steps)"
     return Table(_COLUMNS, tuple(rows), frozenset(_COLUMNS[1:]), list(measured).index("step"), title)
+
+
+def _phase(seconds: Sequence[float], tokens: int | None, peak: int) -> dict[str, Any]:
+    """Return the measurements of a phase: seconds of each step, tokens of all (None where they mean nothing), peak
+    bytes (0: not read)."""
+    speed = tokens / sum(seconds) if tokens is not None and any(seconds) else None
+    timed = {"seconds": seconds, "seconds_median": median(seconds), "tokens_per_second": speed}
+    return {**timed, "tokens": tokens, "peak_bytes": peak}
+
+
+def measure(run: Prepared[ProfileRunSettings]) -> dict[str, Any]:
+    """Warm up and measure steps, then an evaluation; nothing is saved or logged. Return phases by name, including
+    `step` and the part of it outside any phase (`rest`); the peak; the engine's figures."""
+    settings, wanted = run.settings, run.settings.profile
+    if wanted.lengths == "full":
+        settings = replace(settings, sampling=replace(settings.sampling, stop=()))
+    peaks, opened, seconds = dict[str, int](), list[str](), defaultdict[str, list[float]](list)
+
+    def note_peak(names: Sequence[str]) -> None:
+        peak = peak_bytes(run.device)  # of the spans that were open until now
+        start_peak(run.device)
+        peaks.update({name: max(peaks.get(name, 0), peak) for name in opened})
+        opened[:] = names
+
+    meter = Meter(run.device, note_peak)
+    ends: dict[str, Any] = {"eos_token_ids": (NEVER,)} if wanted.lengths == "full" else {}
+    runtime = experiment.set_up(run, settings.model, span=meter.span, **ends)
+    if isinstance(rule := run.rules.advantage, SetUp):
+        rule.setup(runtime)
+    run = replace(run, rules=replace(run.rules, advantage=partial(_never_all_equal, rule)))
+    parts = experiment.parts_of(run, runtime, meter, to_stderr, experiment.say_to_stderr)
+    step, progress = Step(settings, replace(parts, warmup=None)), Progress()
+    for number in range(-wanted.warmup, wanted.steps):
+        if number == 0:
+            peaks.clear()
+            before = replace(progress)
+        record = step.run(number + wanted.warmup, progress)
+        times = meter.take()
+        to_stderr(f"step {number + 1} of {wanted.steps}: {times['time/step']:.2f} s" if number >= 0 else "warming up")
+        rest = times["time/step"] - sum(times.get(f"time/{name}", 0.0) for name in PHASES)
+        for name, taken in {**times, "time/rest": rest}.items() if number >= 0 else ():
+            seconds[name.removeprefix("time/")].append(taken)
+    trained = progress.trained_tokens - before.trained_tokens
+    tokens = dict.fromkeys(("old_logprobs", "ref_logprobs"), trained)
+    tokens |= dict.fromkeys(("forward", "backward"), settings.train.epochs * trained)
+    tokens["decode"], highest = progress.generated_tokens - before.generated_tokens, dict(peaks)
+    if wanted.eval and settings.eval.every > 0:
+        with meter.span("eval"), step.learner.autocast():
+            found = evaluate_with(runtime, settings.eval, settings.sampling, settings.seed)
+        seconds["eval"], highest["eval"] = [meter.take()["time/eval"]], peaks["eval"]
+        tokens["eval"] = found.stats.generated_tokens
+    names = [name for name in (*PHASES[:-1], "rest", "step", "eval") if name in seconds]
+    phases = {name: _phase(seconds[name], tokens.get(name), highest.get(name, 0)) for name in names}
+    fullest = max((name for name in names if name in PHASES), key=lambda name: highest.get(name, 0))
+    engine = {name: value for name, value in record.metrics.items() if name.startswith("engine/")}
+    return {"phases": phases, "engine": engine, "peak": {"phase": fullest, "bytes": highest.get(fullest, 0)}}
+
+
+def _never_all_equal(rule: Advantage, group: ScoredGroup, kept: Sequence[int]) -> torch.Tensor:
+    """Return a group's advantages, ones where all are 0. Completions of forced length often all earn nothing, and
+    without a gradient the optimizer would neither step nor allocate its state."""
+    advantages = rule(group, kept)
+    return advantages if advantages.any() else torch.ones_like(advantages)

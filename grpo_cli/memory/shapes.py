@@ -6,8 +6,10 @@ of one layer and of two, each with two numbers of tokens.
 
 from __future__ import annotations
 
+import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, cached_property
 from typing import Any
 from unittest.mock import patch
@@ -16,13 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from grpo_cli.engine.kv_cache import KvLayout
 from grpo_cli.engine.products import PACKED_FROM, has_packed, linear_layers
 from grpo_cli.learner.logprobs import AT_ONCE, ByRow, chosen_logprobs
-from grpo_cli.memory.allocations import Allocations
 from grpo_cli.model.adapters import made_anew
 from grpo_cli.model.anatomy import backbone
 from grpo_cli.model.checkpointing import keep_little, last_states, recompute_layers
@@ -33,6 +36,9 @@ from grpo_cli.support.errors import UserError
 from grpo_cli.support.memory import storage_bytes
 
 Sizes = Mapping[str, int]  # bytes by kind
+Line = Callable[[int, int], dict[str, int]]  # of layers and tokens: bytes by kind
+_DEVICE = torch.ops.prim.device.default
+LOGITS, ACTIVATIONS, _BEFORE = "logits", "activations", "before"
 # Bits of a weight in NF4: 4, plus an 8-bit scale per 64 weights and a 32-bit one per 256 scales (arXiv 2305.14314, 3).
 BITS = {"none": None, "8bit": 8.0, "4bit": 4 + 8 / 64 + 32 / (64 * 256)}
 _ATTENTION = "grpo_shapes"
@@ -52,22 +58,59 @@ AttentionInterface.register(_ATTENTION, _attend)
 AttentionMaskInterface.register(_ATTENTION, lambda *args, **options: None)
 
 
-@dataclass(frozen=True)
-class Affine:
-    """Bytes by kind for L layers and T tokens, linear in each, from 1 and 2 layers, `tokens` and twice as many."""
+class Allocations(TorchDispatchMode):
+    """Bytes of the tensors that were made under it and live: logits (their last dimension is the vocabulary), and all
+    others. It sees each operation, on real tensors as well as on fake ones, but no kernel's internal workspace. A
+    model's weights, buffers and gradients that are there before do not count."""
 
-    tokens: int
-    found: Sequence[Sequence[Sizes]]  # by layers, then by tokens
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self._vocabulary = int(model.config.vocab_size)
+        self._live, self._peak = Counter[str](), Counter[str]()
+        self._watchers: dict[int, weakref.ref[Any]] = {}  # by storage
+        for tensor in [*model.parameters(), *model.buffers(), *(weight.grad for weight in model.parameters())]:
+            if tensor is not None:
+                self._watch(tensor, _BEFORE)
 
-    def __call__(self, layers: int, tokens: int) -> dict[str, int]:
-        depth, length = layers - 1, (tokens - self.tokens) / self.tokens
+    def take_peak(self) -> Mapping[str, int]:
+        """Return bytes by kind at the peak since the last call."""
+        peak, self._peak = self._peak, self._live.copy()
+        return {kind: peak[kind] for kind in (LOGITS, ACTIVATIONS)}
 
-        def at(kind: str) -> int:
-            (a, b), (c, d) = ([sizes.get(kind, 0) for sizes in row] for row in self.found)
-            low, high = a + depth * (c - a), b + depth * (d - b)
-            return max(0, round(low + length * (high - low)))
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is _DEVICE:  # two of three calls: autograd needs it of every fake tensor
+            return args[0].fake_device
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_iter(result):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self._watchers:
+                self._watch(tensor, LOGITS if tensor.shape[-1:] == (self._vocabulary,) else ACTIVATIONS)
+        if self._live.total() > self._peak.total():
+            self._peak = self._live.copy()
+        return result
 
-        return {kind: at(kind) for kind in {kind for row in self.found for sizes in row for kind in sizes}}
+    def _watch(self, tensor: Tensor, kind: str) -> None:
+        """Count a new storage under this kind until it is freed."""
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+
+        def gone(_: Any) -> None:
+            del self._watchers[key]
+            self._live[kind] -= size
+
+        self._watchers[key] = weakref.ref(storage, gone)
+        self._live[kind] += size
+
+
+def affine(few: int, found: Sequence[Sequence[Sizes]]) -> Line:
+    """Return bytes by kind for L layers and T tokens, linear in each, from 1 and 2 layers, `few` and 2 `few` tokens."""
+
+    def at(kind: str, depth: int, length: float) -> int:
+        (a, b), (c, d) = ([sizes[kind] for sizes in row] for row in found)
+        low, high = a + depth * (c - a), b + depth * (d - b)
+        return max(0, round(low + length * (high - low)))
+
+    kinds = LOGITS, ACTIVATIONS
+    return lambda layers, tokens: {kind: at(kind, layers - 1, (tokens - few) / few) for kind in kinds}
 
 
 class ShapeModel:
@@ -76,10 +119,8 @@ class ShapeModel:
     def __init__(self, settings: ModelSettings, device: torch.device) -> None:
         self.config = model_config(settings, any_family=True)
         if self.config.model_type not in ARCHITECTURES:
-            raise UserError(
-                f"model.path={settings.path} is a {self.config.model_type}: memory is planned for Llama-shaped models "
-                "only; give train.micro_batch_tokens a number"
-            )
+            which = f"model.path={settings.path} is a {self.config.model_type}"
+            raise UserError(f"{which}: memory is planned for Llama-shaped models only; leave out fit and auto numbers")
         self.settings, self.device, self.layers = settings, device, int(self.config.num_hidden_layers)
         self.on_cpu = device.type == "cpu"
         self._bits = BITS[settings.quantize]
@@ -115,8 +156,7 @@ class ShapeModel:
 
     @property
     def embedding_gradient(self) -> int:
-        weight = self._models[0].get_input_embeddings().weight
-        return int(weight.nbytes * weight.requires_grad)
+        return storage_bytes(trained(self._models[0].get_input_embeddings()))
 
     def logits_bytes(self, rows: int) -> int:
         return rows * self.vocabulary * self.dtype.itemsize
@@ -154,17 +194,17 @@ class ShapeModel:
         return self.dtype.itemsize * max(w.numel() for w in _quantised(self._models[0])) if self._bits else 0
 
     @cached_property
-    def line_without_gradients(self) -> Affine:
+    def line_without_gradients(self) -> Line:
         """The memory of the layers, one after the other."""
         found = [self._pass(self._models[0], tokens, None, True)[0] for tokens in (2048, 4096)]
-        return Affine(2048, [found, found])
+        return affine(2048, [found, found])
 
-    def _train_lines(self, chunk: int, spares: bool) -> list[Affine]:
+    def _train_lines(self, chunk: int, spares: bool) -> list[Line]:
         """Return the parts of a forward and backward pass: layers, head, back through the head, the layers, the
         embedding. Gradients of an earlier pass are there."""
         tokens = max(2048, 4 * chunk)
         found = [[self._pass(model, count, chunk, spares) for count in (tokens, 2 * tokens)] for model in self._models]
-        return [Affine(tokens, part) for part in zip(*(zip(*row, strict=True) for row in found), strict=True)]
+        return [affine(tokens, part) for part in zip(*(zip(*row, strict=True) for row in found), strict=True)]
 
     def _pass(self, model: Any, tokens: int, chunk: int | None, spares: bool) -> list[Sizes]:
         """Return the peaks of the parts of a pass, that of the layers alone without a `chunk` of tokens to train on."""
@@ -196,8 +236,7 @@ class ShapeModel:
                 values.sum().backward()
                 note()
             embedding.remove()
-        for parameter in trained(model):
-            parameter.grad = None
+        model.zero_grad()
         return peaks
 
 

@@ -43,8 +43,7 @@ def check_stored(config: Mapping[str, Any], source: Path | str) -> None:
 
 def context_of(config: PreTrainedConfig) -> int:
     """Return the most tokens that the model has positions for; without a limit, more than any run needs."""
-    context: int = getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 30
-    return context
+    return getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 30
 
 
 def window_of(config: PreTrainedConfig) -> int | None:

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -30,7 +29,6 @@ from grpo_cli.native.ops import PRECISIONS, Trees, flat, reference, tree_attenti
 def _of_trees(trees: Trees, natively: bool, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Compute the attention of [N, heads, D] queries, keys and values by a flash kernel, by C on a CPU if `natively`,
     or by the reference."""
-    natively = natively or isinstance(q, FakeTensor)  # a plan, of the operator's results alone
     if flash.serves(q) or (natively and q.device.type == "cpu" and q.dtype == k.dtype == v.dtype in PRECISIONS):
         q, k, v = (x.contiguous() for x in (q, k, v))
         return tree_attention(q, k, v, flat(trees), scale)[0]

@@ -105,7 +105,7 @@ def _prompts_of(task: Task, settings: ExamSettings, split: str) -> list[Prompt]:
     """Return the problems of an evaluation."""
     prompts = task.prompts(split)
     if len(prompts) == 0:
-        raise UserError(f"the task has no {split} prompts to evaluate on: let it give some, or set eval.every=0")
+        raise UserError(f"the task has no {split} prompts to evaluate on: let it give some, or train with eval.every=0")
     count = len(prompts) if settings.problems == -1 else min(settings.problems, len(prompts))
     return [prompts[i] for i in range(count)]
 

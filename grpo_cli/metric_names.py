@@ -85,7 +85,7 @@ METRICS: Mapping[str, str] = {
     "off/prox_resets": "How often that average has begun again since the run began.",
     "engine/decode_steps": "Batched forward passes in which each busy slot made a token, or read a known one.",
     "engine/slots": "Slots the engine decoded with; under sampler.kv_budget the most rollouts that ran at a time.",
-    "engine/slot_utilisation": "Share of slot-steps that made a token, or read one of an observation.",
+    "engine/slot_utilisation": "Share of slot-steps that made a token, or read a known one.",
     "engine/kv_peak_bytes": "Most bytes of the key-value pool in use, in whole blocks; on a GPU all of the pool.",
     "engine/kv_held_bytes": "Most bytes of it that rollouts and prompts held at once, without what is empty.",
     "engine/preemptions": "How often a rollout was preempted because sampler.kv_budget ran out.",

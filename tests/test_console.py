@@ -59,7 +59,7 @@ def test_a_plain_line_holds_what_there_is():
 
 
 def test_a_plain_run_prints_its_ends_every_evaluation_and_a_line_every_ten_seconds():
-    screen = Screen(total=100)
+    screen = Screen(total=100, force_terminal=True, color_system=None)  # as with FORCE_COLOR: a file is no terminal
     for step in range(1, 101):
         screen.run([step], 0.5, **(EVAL if step == 33 else {}))
     screen.tracker.close(ENDED)
@@ -149,5 +149,3 @@ def test_no_text_tells_the_terminal_what_to_do(monkeypatch: pytest.MonkeyPatch) 
     assert printed.getvalue() == "ared bc\ufffdd\ufffde\rf\ufffd\n"  # progress bars return to the line's beginning
     terminal.console(shown, force_terminal=True, width=60).print(f"[bold]{HOSTILE}", highlight=False)
     assert shown.getvalue() == "\x1b[1mared \ufffd]0;titlebc\ufffdd\ufffdef\ufffd\x1b[0m\n"  # rich takes the bell out
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    assert not terminal.console(io.StringIO()).is_terminal, "no live view is drawn into a file"

@@ -208,6 +208,7 @@ def test_room_on_a_gpu_is_for_slots_that_nobody_set_and_the_optimizers_state_lea
     least = chosen(1, GPU).plan.peak
     assert chosen(least, GPU).plan.peak <= least < chosen(least, GPU, frozenset({fit.STATE})).plan.peak
     advice, parked = ("".join(breakdown(planner(GPU), way, "optimizer")) for way in ({}, {fit.PARK: True}))
+    assert fit.OFFLOAD in fit.cheapest_fit(planner(GPU, f"{fit.RECOMPUTE}=full"), 1, {fit.RECOMPUTE}).values
     assert "optim.offload=true" in advice and "model.dtype=" not in advice and "optim." not in parked
 
 
@@ -300,7 +301,8 @@ def profile(*words: str, out: str = "out") -> tuple[dict[str, Any], str]:
 
 
 def test_a_profile_measures_every_phase_and_predicts_what_training_takes(capsys):
-    found, _ = profile("profile.steps=1", "profile.warmup=0", "loss.kl_coef=0.1", "profile.lengths=full")
+    words = "profile.steps=2 profile.warmup=0 loss.kl_coef=0.1 profile.lengths=full task.train_problems=1"
+    found, _ = profile(*words.split())
     phases, predicted = found["measured"]["phases"], found["predicted"]["phases"]
     wanted = {"prefill", "decode", "reward", "ref_logprobs", "forward", "backward", "optimizer", "rest", "step", "eval"}
     assert set(phases) == wanted and set(predicted) == wanted - {"reward", "rest", "step"}
@@ -308,7 +310,7 @@ def test_a_profile_measures_every_phase_and_predicts_what_training_takes(capsys)
     assert inside == pytest.approx(phases["step"]["seconds_median"])
     engine = found["measured"]["engine"]
     assert engine["engine/decode_steps"] == 7  # the first of 8 tokens comes from the prompt
-    assert phases["decode"]["tokens"] == 4 * 8
+    assert phases["decode"]["tokens"] == 2 * 4 * 8
     assert predicted["decode"]["held_by"]["kv"] == engine["engine/kv_peak_bytes"]
     assert all(phases[name]["peak_bytes"] for name in predicted) and found["measured"]["peak"]["phase"] in phases
     show_profiles([("job", Path("out"))])

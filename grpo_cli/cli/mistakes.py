@@ -32,6 +32,8 @@ def unusable(words: Sequence[str], is_sweep: bool) -> Iterator[str]:
             yield f"{word}: a sweep continues with -m resume=sweep, one run with resume=<folder> and without -m"
         elif key == "hydra.run.dir" and is_sweep:
             yield f"{word} is of one run: a sweep writes to hydra.sweep.dir=<folder>"
+        elif key.lstrip("+") == "hydra.sweep.dir" and value.strip("\"'").startswith("~"):
+            yield f"{word}: write the home folder in full, or the sweep goes below a folder named ~"
         elif key == "hydra.job.chdir" and value != "false":
             yield f"{word} moves a run from the folder to which its paths refer: leave it out"
 

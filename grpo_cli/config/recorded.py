@@ -178,6 +178,8 @@ def checkpoint_to_resume(settings: RunSettings, warn: Callable[[str], None]) -> 
     moved = gone and (was["path"].startswith(("/", ".", "~")) or Path(path).expanduser().is_dir())
     if was and not settings.model.adapted and was["path"] != path and not moved:  # a base may lie elsewhere
         raise UserError(f"model.path={path} is not the model of {found.path}: leave model= and model.path= out")
+    if moved and was["path"] != path:
+        warn(f"model.path={path} is taken for {was['path']}, with which the run began")
     for key, now in {**vars(settings.model.lora), "targets": [*settings.model.lora.targets]}.items():
         if was and key != "dropout" and was["lora"].get(key, now) != now:
             raise UserError(f"model.lora.{key} is not that of the run in {found.path}: leave it out")

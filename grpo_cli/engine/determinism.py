@@ -115,11 +115,11 @@ def _found_by(decoder: Decoder) -> tuple[Tensor, ...]:
         memory.copy_(torch.randn(memory.shape, generator=numbers))
     own, prompt = torch.arange(4 * rows).view(2, rows, 2)
     some, uniform = torch.full((rows,), BLOCK + 5), torch.rand(rows, generator=numbers, dtype=torch.float64)
-    drawing = row_sampling([Sampling.plain(1)] * rows, decoder.device, decoder.is_native)
-    step = Rows(drawing, some, some, some, own[:, 1], some, some, uniform, own, prompt)
+    sampling = row_sampling([Sampling.plain(1)] * rows, decoder.device, decoder.is_native)
+    step = Rows(sampling, some, some, some, own[:, 1], some, some, uniform, own, prompt)
     heads = layout.heads * layout.group, layout.heads, layout.heads
     q, k, v = (torch.randn(rows, count, layout.dim, generator=numbers).to(layout.dtype) for count in heads)
     paid = list[Tensor]()
     attend = decoder.backend(step, cache, decoder.scale, lambda _, received: paid.append(received))
     attended = attend(0, q, k, v)
-    return hidden.float(), attended.float(), *paid, draw(torch.randn(rows, 99, generator=numbers), uniform, drawing)[1]
+    return hidden.float(), attended.float(), *paid, draw(torch.randn(rows, 99, generator=numbers), uniform, sampling)[1]

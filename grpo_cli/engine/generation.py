@@ -116,9 +116,7 @@ class Generation:
             self._batch.add(sequence)
             if self._evictor is not None:
                 self._evictor.begin(sequence)
-            if (
-                not sequence.computed and sequence.tokens
-            ):  # it was preempted: its first token is known, the others are read
+            if not sequence.computed and sequence.tokens:  # preempted: its first token is known, the others are read
                 sequence.computed = 1
         self._most_running = max(self._most_running, len(self._batch.sequences))
         new = [sequence for sequence in sequences if not sequence.computed]

@@ -38,7 +38,7 @@ class Predictor(Protocol):
         """Return what it has learned, as tensors and plain values, for a checkpoint."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore `state`."""
+        """Restore `state_dict`."""
 
 
 class NoPredictor:

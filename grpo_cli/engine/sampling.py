@@ -65,7 +65,7 @@ def uniforms(seeds: Sequence[int], count: int) -> np.ndarray:
 
 
 def row_sampling(settings: Sequence[Sampling], device: torch.device, natively: bool = False) -> RowSampling:
-    """Return the drawing of rows with these settings."""
+    """Return the sampling of rows with these settings."""
     words = np.array([(s.temperature, s.top_p, s.top_k) for s in settings], dtype=np.float64).T
     temperature, top_p, top_k = send(device, *np.ascontiguousarray(words))
     greedy = words[0] == 0.0

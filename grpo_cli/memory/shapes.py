@@ -119,8 +119,8 @@ class ShapeModel:
     def __init__(self, settings: ModelSettings, device: torch.device) -> None:
         self.config = model_config(settings, any_family=True)
         if self.config.model_type not in ARCHITECTURES:
-            which = f"model.path={settings.path} is a {self.config.model_type}"
-            raise UserError(f"{which}: memory is planned for Llama-shaped models only; leave out fit and auto numbers")
+            which = f"model.path={settings.path} is a {self.config.model_type}: memory is planned for Llama-shaped"
+            raise UserError(f"{which} models only; leave out fit and train.micro_batch_tokens=auto")
         self.settings, self.device, self.layers = settings, device, int(self.config.num_hidden_layers)
         self.on_cpu = device.type == "cpu"
         self._bits = BITS[settings.quantize]

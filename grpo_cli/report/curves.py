@@ -41,7 +41,7 @@ class Curve:
         return next((x for x, y in zip(self.axes[CLOCK], self.values, strict=True) if value and y >= value), None)
 
 
-def curve_of(rows: Sequence[Mapping[str, float]], metric: str = GREEDY) -> Curve:
+def curve_of(rows: Sequence[Mapping[str, float | int]], metric: str = GREEDY) -> Curve:
     """Return the metric in the rows of a `metrics.jsonl`; a value that is not finite is skipped."""
     found = [row for row in rows if math.isfinite(row.get(metric, math.nan))]
     return Curve(

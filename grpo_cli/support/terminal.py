@@ -74,9 +74,6 @@ def console(file: Any = None, **options: Any) -> Console:
             for segment in super().render(*args, **kwargs):
                 yield segment if segment.control else segment._replace(text=legible(segment.text))
 
-    stream = cast(IO[str], Screen(file or sys.stdout, obeyed=True))
-    if not stream.isatty():  # with FORCE_COLOR rich would take a file for a terminal, and draw the live view into it
-        options = {"force_terminal": False} | options
     if os.environ.get("TERM") == "dumb":
         options = {"width": shutil.get_terminal_size().columns, "height": 25} | options
-    return LegibleConsole(file=stream, **options)
+    return LegibleConsole(file=cast(IO[str], Screen(file or sys.stdout, obeyed=True)), **options)

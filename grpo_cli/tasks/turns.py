@@ -220,7 +220,7 @@ class Environment:
         from transformers.utils import get_json_schema
 
         self.name, self._seconds, self._thinks, self._functions = name, seconds, thinks, functions
-        self.note: Callable[[Observation], None] = lambda found: None  # of errors that the model does not read
+        self.note: Callable[[Observation], None] = lambda found: None  # of the errors of a last turn
         with explained(
             f"{name} cannot be described to the model", "; give each argument a type and a line under Args:"
         ):

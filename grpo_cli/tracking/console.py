@@ -158,7 +158,8 @@ class ConsoleTracker:
         if self._shows:
             return
         self._shows = True
-        if self._console.is_terminal and not self._console.is_dumb_terminal:
+        # With FORCE_COLOR rich takes a file for a terminal.
+        if self._console.is_terminal and self._console.file.isatty() and not self._console.is_dumb_terminal:
             self._live = Live(self, console=self._console, refresh_per_second=2)
             self._live.start()
         else:

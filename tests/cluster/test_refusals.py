@@ -34,7 +34,7 @@ def test_what_a_ray_engine_refuses_of_its_model_and_settings():
         engine_of("ray", model, build=build)
 
 
-def test_a_hollow_model_has_no_numbers_and_ties_stay_ties():
+def test_a_model_without_weights_has_no_numbers_and_ties_stay_ties():
     model = small_model(hidden_size=64, tie_word_embeddings=True)
     copy = without_weights(model)
     assert len(pickle.dumps(copy)) < sum(p.numel() for p in model.parameters())

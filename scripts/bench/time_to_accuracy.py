@@ -5,7 +5,7 @@ TRL's GRPOTrainer, plain GRPO here, our recipe, and the recipe with one ingredie
     python scripts/bench/time_to_accuracy.py --stages rates --hours 3
 
 Every run has the whole machine for itself. The clock counts training only, without evaluation and start-up. First each
-arm's learning rate is chosen from the same few, by a seed that is not counted (`rates`): the one that is soonest at
+arm's learning rate is chosen from the same few, by a seed that is not counted (`rates`): the one that is fastest to
 four fifths, or else the most accurate in the end. Then come the seeds that count (`seeds`), in turns over the arms, and
 what each ingredient gives (`without`). A run that is in the JSON is not made again, so that --hours may spread the
 whole over several days; what is missing is printed. An accuracy is reached at the first evaluation that finds it, of
@@ -40,13 +40,12 @@ from grpo_cli.support.processor import flush_denormals
 WANTED = (0.5, 0.8)
 RATES = (1e-5, 2e-5, 4e-5)
 APART = 100  # the seed by which rates are chosen
-BASE = ("model=smollm2_135m", "model.autocast=bfloat16", "train.prompts=4", "train.steps=100000")
+BASE = ("model=smollm2_135m", "train.prompts=4", "train.steps=100000")
 LEAN = ("logger=jsonl", "record.rollouts=0", "train.checkpoint_every=100000", "train.keep_checkpoints=1")
+EVERY = 5  # steps between two evaluations of ours
 RECIPE = {
-    "m of n": ("n=32 m=8 downsample=maxvar", "n=16 m=16"),
+    "m of n": ("n=16 m=8 downsample=maxvar", "n=16 m=16"),
     "slots": ("sampler=infinite sampler.slots=64", "sampler=full"),
-    "two problems": ("train.prompts=2", "train.prompts=4"),  # a step
-    "precision": ("model.autocast=bfloat16", "model.autocast=none"),
 }
 
 
@@ -80,16 +79,15 @@ LESSONS: Mapping[str, Lesson] = {
 
 @dataclass(frozen=True)
 class Arm:
-    """`words` of `grpo train`; or `trl` completions of each prompt by TRL. Ours are evaluated every `every` steps."""
+    """`words` of `grpo train`; or `trl` completions of each prompt by TRL."""
 
     words: tuple[str, ...] = ()
     trl: int = 0
-    every: int = 5
 
 
 def recipe(without: str = "") -> Arm:
     words = (side[part == without] for part, side in RECIPE.items())
-    return Arm((*BASE, *(word for side in words for word in side.split())), every=5 if without == "two problems" else 8)
+    return Arm((*BASE, *(word for side in words for word in side.split())))
 
 
 ARMS: Mapping[str, Arm] = {
@@ -117,13 +115,14 @@ def taught(cell: Cell, args: argparse.Namespace) -> list[str]:
     """The words that all arms have in common."""
     lesson = LESSONS[args.task]
     exam = (f"eval.problems={lesson.problems}", f"eval.k={lesson.samples}")
-    return [*lesson.words, *exam, f"seed={cell.seed}", f"model.path={args.model.resolve()}"]
+    model = (f"model.path={args.model.resolve()}", f"model.autocast={args.autocast}")
+    return [*lesson.words, *exam, f"seed={cell.seed}", *model]
 
 
 def train_ours(cell: Cell, args: argparse.Namespace, folder: Path) -> Run:
     """`grpo train`, stopped once it is good enough, or has had its time."""
     arm = ARMS[cell.arm]
-    words = [*arm.words, *taught(cell, args), *LEAN, f"optim.lr={cell.rate}", f"eval.every={arm.every}"]
+    words = [*arm.words, *taught(cell, args), *LEAN, f"optim.lr={cell.rate}", f"eval.every={EVERY}"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(args.threads)}
     command = [sys.executable, "-P", "-m", "grpo_cli", "train", *words, f"hydra.run.dir={folder}/run"]
     with (folder / "log").open("w") as log:
@@ -165,7 +164,7 @@ def train_trl(cell: Cell, args: argparse.Namespace) -> Run:
     from grpo_cli.model.load import eos_token_ids, load_model, load_tokenizer
 
     n, lesson = ARMS[cell.arm].trl, LESSONS[args.task]
-    every = max(1, lesson.trl_every * 16 // n)
+    every, in_bf16 = max(1, lesson.trl_every * 16 // n), args.autocast == "bfloat16"
     settings = settings_of(*BASE, *taught(cell, args))
     torch.manual_seed(cell.seed)
     model, tokenizer = load_model(settings.model, torch.device("cpu")), load_tokenizer(settings.model)
@@ -178,7 +177,7 @@ def train_trl(cell: Cell, args: argparse.Namespace) -> Run:
 
     def examine() -> None:
         model.eval()
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=in_bf16):
             found = evaluate(engine, task, held_out, settings.sampling.at(1.0), settings.eval.k, settings.seed)
         model.train()
         curve.append((sum(step["seconds"] for step in clock.steps) / 60, found.metrics["eval/pass@1"]))
@@ -191,13 +190,13 @@ def train_trl(cell: Cell, args: argparse.Namespace) -> Run:
                 control.should_training_stop = _is_over(curve, args)
             return control
 
-    words: dict[str, Any] = dict(use_cpu=True, bf16=True, dataloader_pin_memory=False, report_to="none", seed=cell.seed)
+    words: dict[str, Any] = dict(use_cpu=True, bf16=in_bf16, dataloader_pin_memory=False, report_to="none")
     at_once = min(4 * n, lesson.at_once)
     words |= dict(save_strategy="no", logging_strategy="no", disable_tqdm=True, per_device_train_batch_size=at_once)
     words |= dict(gradient_accumulation_steps=4 * n // at_once)
     words |= dict(num_generations=n, temperature=1.0, max_completion_length=settings.sampling.max_new_tokens)
-    words |= dict(max_steps=1000, beta=0.0, learning_rate=cell.rate, lr_scheduler_type="constant_with_warmup")
-    words |= dict(warmup_steps=5, gradient_checkpointing=False)
+    words |= dict(seed=cell.seed, max_steps=1000, beta=0.0, learning_rate=cell.rate)
+    words |= dict(lr_scheduler_type="constant_with_warmup", warmup_steps=5, gradient_checkpointing=False)
     with tempfile.TemporaryDirectory() as folder:
         trained = dict(train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
         settled = trl.GRPOConfig(**words, output_dir=folder)
@@ -247,7 +246,7 @@ def interval(values: Sequence[float]) -> str:
 
 
 def told(runs: Mapping[str, Run], args: argparse.Namespace) -> list[Check]:
-    """Minutes of each arm, and how many times as soon the recipe was, seed by seed."""
+    """Minutes of each arm, and how many times faster the recipe was, seed by seed."""
     by_arm: dict[str, dict[int, Run]] = {
         arm: {seed: runs[name] for seed in args.seeds for name in runs if _is(name, arm, seed)} for arm in args.arms
     }
@@ -277,6 +276,7 @@ def main(words: Sequence[str] | None = None) -> int:
     made = parser(__doc__, threads=os.cpu_count())
     made.add_argument("--model", type=Path, default=ROOT / "models" / "smollm2")
     made.add_argument("--task", choices=tuple(LESSONS), default="word_problems")
+    made.add_argument("--autocast", choices=("bfloat16", "none"), default="bfloat16", help="none: float32")
     made.add_argument("--minutes", type=float, default=30.0, help="of training that a run has at most")
     made.add_argument("--hours", type=float, default=float("inf"), help="after which no further run is begun")
     made.add_argument("--stages", nargs="+", default=["rates", "seeds", "without"])
@@ -302,7 +302,7 @@ def main(words: Sequence[str] | None = None) -> int:
             if ARMS[cell.arm].trl:
                 own = [cell.arm, str(cell.rate), str(cell.seed), str(folder / "run.json")]
                 given = ["--threads", args.threads, "--minutes", args.minutes, "--model", args.model]
-                given += ["--task", args.task]
+                given += ["--task", args.task, "--autocast", args.autocast]
                 subprocess.run([sys.executable, __file__, *map(str, given), "--child", *own], check=True)
                 runs[cell.name] = json.loads((folder / "run.json").read_text())
             else:

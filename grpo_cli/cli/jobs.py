@@ -72,7 +72,7 @@ def evaluate(command: Command, settings: EvalRunSettings) -> Any:
     rows = list[tuple[str, ...]]()
     for name in (name for name in metrics if not name.endswith(("_low", "_high"))):
         ends = [f"{metrics[end]:.3f}" for end in (f"{name}_low", f"{name}_high") if end in metrics]
-        value = f"{metrics[name]:.0f}" if metrics[name] >= 2 else f"{metrics[name]:.3f}"
+        value = f"{metrics[name]:.3f}" if ends else f"{metrics[name]:g}"
         rows.append((name.removeprefix("eval/"), value, " to ".join(ends)))
     print_table(console(), Table(("", "value", "95% interval"), tuple(rows), frozenset({"value"})))
     exam, of = settings.eval, settings.checkpoint or settings.model.path

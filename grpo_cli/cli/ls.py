@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from grpo_cli.report.read import A_RUN_HAS, Run, State, read_all
+from grpo_cli.report.read import A_RUN_HAS, Run, read_all
 from grpo_cli.support import terminal
 from grpo_cli.support.formatting import duration, plain, shown
 
@@ -31,7 +31,7 @@ def list_runs(folder: Path) -> None:
     for row in rows:
         print("  ".join(f"{row[place]:<{widths[place]}}" for place in places).rstrip())
     for run, path in zip(runs, paths, strict=True):
-        for remark in filter(None, (run.reason * (run.state is not State.COMPLETED), *run.notes)):
+        for remark in filter(None, (run.reason, *run.notes)):
             print(f"{plain(path)}: {plain(remark)}")
 
 

@@ -168,7 +168,7 @@ def _state_of(folder: Path, status: Mapping[str, Any], summary: Mapping[str, Any
         return State.RUNNING, ""
     reason = plain(status.get("reason") or summary.get("error") or "")
     if ended == State.COMPLETED:  # also by hand, after its sweep
-        return State.COMPLETED, reason
+        return State.COMPLETED, ""
     if launched in (State.WAITING, State.SKIPPED, State.FAILED):
         return State(launched), reason
     if ended in (State.INTERRUPTED, State.FAILED):

@@ -147,7 +147,7 @@ def workload(name: str, args: argparse.Namespace) -> dict[str, Figures]:
     for share in args.shares:
         limit = int(low + share * max(0, plain.peak - low))
         chosen, best, way = in_turns(words, tried, limit, args)
-        label = f"{name}: {limit // MIB} MiB"
+        label = f"{name}, {share:.0%}: {limit // MIB} MiB"
         figures = {"limit": limit, "plain_peak": plain.peak, "plain_seconds": plain.seconds, "killed": chosen is None}
         if chosen is not None:
             figures |= {"peak": chosen.peak, "seconds": chosen.seconds}

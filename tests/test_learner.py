@@ -10,7 +10,6 @@ import made
 import pytest
 import torch
 from small import plain_batch, small_model
-from test_train import records_of, settings_for, timeless
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from grpo_cli.learner.learner import Learner
@@ -111,15 +110,6 @@ def test_averages_come_back_and_the_settings_of_a_resumed_run_are_those_that_are
         stays = 1.0 if name.endswith(("bias", "norm.weight")) else 0.9
         torch.testing.assert_close(weight.detach(), stays * before[name], atol=1e-6, rtol=0)
     assert all(float(one["step"]) == 2.0 for one in second.state_dict()["state"].values())
-
-
-def test_a_run_whose_state_is_parked_is_the_same_to_the_bit(tmp_path):
-    words = {"lr": 1e-2, "warmup_steps": 0, "weight_decay": 0.1}
-    plain, parked = (
-        records_of(replace(settings_for(tmp_path / str(park), steps=4), optim=made.optim(**words, park=park)))
-        for park in (False, True)
-    )
-    assert [timeless(record) for record in plain] == [timeless(record) for record in parked]
 
 
 def test_parked_state_goes_from_a_gpu_to_the_host_and_comes_back(monkeypatch):

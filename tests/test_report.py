@@ -127,7 +127,7 @@ def test_lines_that_are_no_records_or_were_written_anew_are_left_out(tmp_path):
         (None, "interrupted", State.INTERRUPTED, ""),
         (None, "failed", State.FAILED, "RuntimeError: it broke"),
         (None, None, State.UNFINISHED, "no summary.json, and no process is at it"),
-        (("failed", None), "completed", State.COMPLETED, ""),  # by hand, after its sweep
+        (("failed", "killed by signal 9"), "completed", State.COMPLETED, ""),  # by hand, after its sweep
         (("failed", "signal\n9\x1b[31m"), None, State.FAILED, "signal 9\N{REPLACEMENT CHARACTER}[31m"),
         (("running", None), "interrupted", State.INTERRUPTED, ""),
         (("skipped", "m > n"), None, State.SKIPPED, "m > n"),

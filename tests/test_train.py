@@ -106,13 +106,6 @@ def make_trainer(settings: RunSettings, *, model: Any = None, checkpoint: Path |
     return Trainer(settings, plain, checkpoint)
 
 
-def records_of(settings: RunSettings, **parts: Any) -> list[Record]:
-    """What a run logs, from the first evaluation on."""
-    recorder = Recorder()
-    make_trainer(settings, trackers=(recorder,), **parts).fit()
-    return recorder.records
-
-
 def newest(folder: Path) -> Path:
     path = find_checkpoint(folder).path
     assert path is not None
@@ -123,10 +116,6 @@ def lasting(metrics: Mapping[str, float]) -> dict[str, float]:
     """Metrics without those that differ from one run of the same to the next."""
     passing = ("time/", "clock/", "speed/", "memory/")
     return {name: value for name, value in metrics.items() if not name.startswith(passing)}
-
-
-def timeless(record: Record) -> Any:
-    return record.step, lasting(record.metrics), record.examples
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

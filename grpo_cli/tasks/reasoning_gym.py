@@ -171,7 +171,7 @@ class ReasoningGym(DialogueTask):
         for where, reply in zip(wanted, replies, strict=True):
             if "question" not in reply:
                 late = f"it took more than task.judge_seconds={self._seconds:g}"
-                why = late if reply == LATE else next(iter(reply.values()))
+                why = late if reply == LATE else reply.get("incomparable", reply)
                 place = f"problem {where['index']} of {where['task']}"
                 raise UserError(f"reasoning-gym could not make {place}: {why}; see task.config")
         return replies
@@ -186,4 +186,4 @@ class ReasoningGym(DialogueTask):
             listed = ", ".join(sorted(names))
             raise UserError(f"reasoning-gym has no task.name={task}{closest(task, names)}; it has {listed}")
         if reply:
-            raise UserError(f"{task} does not accept task.config: {next(iter(reply.values()))}")
+            raise UserError(f"{task} does not accept task.config: {reply.get('incomparable', reply)}")

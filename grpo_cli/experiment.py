@@ -189,7 +189,7 @@ def evaluate_model(run: Prepared[EvalRunSettings]) -> EvalResult:
     """Return greedy accuracy and pass@k of a model; `samples.jsonl` and `summary.json` go into the run's folder."""
     settings, summary = run.settings, dict[str, Any](status="failed")
     runtime, start = set_up(run, settings.model), time.perf_counter()
-    tracker = _logger(run, "eval", print, to_stderr)  # a model that is refused leaves nothing
+    tracker = _logger(run, "eval", print, say_to_stderr)  # a model that is refused leaves nothing
     try:
         with torch.autocast(runtime.device.type, torch.bfloat16, enabled=settings.model.autocast == "bfloat16"):
             found = search_with(runtime, run.search, settings.eval, settings.sampling, settings.seed)

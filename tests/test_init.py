@@ -66,6 +66,21 @@ def test_a_broken_file_of_one_s_own_is_named_with_its_line(folder: Path, monkeyp
         assert "broken.yaml" in said and "line 2" in said
 
 
+def test_settings_of_one_s_own_experiment_and_choices_are_known_beside_one_that_is_not(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    (folder / "conf/experiment/own.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - override /loss: my_loss\ntask:\n  weights:\n    part: 1.0\n"
+    )
+    (folder / "conf/loss").mkdir()
+    (folder / "conf/loss/my_loss.yaml").write_text("# Mine.\ndefaults:\n  - grpo\nmargin: 1.0\n")
+    words = ("loss.margin=2.0", "task.weights.part=0.5", "stepz=3")
+    assert refused("train", "--config-dir=conf", "experiment=own", *words) == "error: stepz is not a setting\n"
+    said = refused("train", "--config-dir=conf", "loss=my_los", "loss.margin=2.0")
+    assert "loss=my_los is not one of" in said and "loss.margin is not a setting" in said
+
+
 def test_what_is_there_is_not_written_over(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     for there in (folder, folder / "rules.py"):

@@ -11,7 +11,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from grpo_cli.cli.mistakes import listed, meant_by, no_choice
-from grpo_cli.config.choices import Setting, choices, config_dir, groups_of, marked, read_choice, read_command
+from grpo_cli.config.choices import (
+    Setting,
+    choices,
+    chosen,
+    config_dir,
+    has_choice,
+    marked,
+    prefix_of,
+    read_choice,
+    read_command,
+)
 from grpo_cli.metric_names import METRICS
 from grpo_cli.support.errors import UserError, closest, refuse
 
@@ -24,20 +34,17 @@ def print_help(command: str, words: Sequence[str], own: Path | None = None) -> N
     """Print the help page of a command with the choices among these words, also those in the folder `own`. UserError
     for one that does not exist."""
     file, typed = read_command(command), dict(word.partition("=")[::2] for word in words)
-    named = typed.get("experiment", "none")
-    is_there = named in choices("experiment") or (own and (own / "experiment" / f"{named}.yaml").is_file())
-    recipe = read_choice("experiment", named if is_there else "none", own)
-    chosen = {group: {**file.choices, **recipe.choices, **typed}[group] for group in groups_of(command)}
-    unknown = [one for one in chosen.items() if one[1] not in choices(one[0])]
-    refuse([no_choice(*one) for one in unknown if not (own and (own / one[0] / f"{one[1]}.yaml").is_file())])
+    parts = chosen(command, typed, own)
+    refuse([no_choice(*part) for part in parts.items() if not has_choice(*part, own)])
+    recipe = read_choice("experiment", parts.get("experiment", "none"), own)
     given = {key: one.value for key, one in recipe.settings.items() if one.value} | typed
     about = file.values["hydra"]["help"]
     say(f"grpo {command}: {about['header']}\n\n== Choices (group=choice) ==\n")
-    for group in reversed(chosen):
+    for group in reversed(parts):
         say(f"{group}: {', '.join(marked(group, choice) for choice in choices(group))}")
     say("\n== Settings and their values (key=value) ==\n")
     say_rows(_rows(file.settings, "", given))
-    for group, choice in chosen.items():
+    for group, choice in parts.items():
         say("")
         say_rows(_choice(group, choice, given, own))
     say(f"\n== Examples ==\n\n{about['footer']}\n\ngrpo {command} --cfg job prints the settings and runs nothing.")
@@ -100,7 +107,7 @@ def _settings() -> Mapping[str, Mapping[tuple[str, str], list[str]]]:
     found: dict[str, dict[tuple[str, str], list[str]]] = {}
     files = [("", read_command(name)) for name in ("train", "eval", "profile")]
     for group in (group for group in _groups() if group != "experiment"):
-        files += [(f"{group.replace('/', '.')}.", read_choice(group, one)) for one in choices(group)]
+        files += [(prefix_of(group), read_choice(group, one)) for one in choices(group)]
     for prefix, file in files:
         for key, one in file.settings.items():
             for row in _rows({key: one}, prefix):
@@ -113,7 +120,7 @@ def _choice(group: str, choice: str, given: Mapping[str, str] = NOTHING_GIVEN, o
     """Yield a choice with its explanation and the place of its file, and its settings."""
     file = read_choice(group, choice, own)
     yield f"{group}={choice}:", f"{file.about} ({file.place})"
-    yield from _rows(file.settings, "" if group == "experiment" else f"{group.replace('/', '.')}.", given)
+    yield from _rows(file.settings, prefix_of(group), given)
 
 
 def _rows(settings: Mapping[str, Setting], prefix: str = "", given: Mapping[str, str] = NOTHING_GIVEN) -> Rows:

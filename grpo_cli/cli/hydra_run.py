@@ -47,9 +47,9 @@ def hand_over(
             raise UserError("--cfg prints the settings of one run: leave -m out, and give each setting one value")
         refuse([*unusable(words, is_sweep)])
         if is_sweep:
-            _sweep(command, words)
+            _sweep(command, words, own)
             return
-        with explained(command, words):
+        with readable_errors(command, words, own):
             found = composed(command, words)
         typer.echo(OmegaConf.to_yaml(found.cfg)) if only_print else _run(found)
     finally:
@@ -72,7 +72,9 @@ def with_line_breaks(word: str) -> str:
 
 
 @contextmanager
-def explained(command: str, words: Sequence[str], composing: Callable[[], bool] = lambda: True) -> Iterator[None]:
+def readable_errors(
+    command: str, words: Sequence[str], own: Path | None, composing: Callable[[], bool] = lambda: True
+) -> Iterator[None]:
     """Turn an error of Hydra into a UserError: every unknown key and choice, or else what Hydra found. Once it is no
     longer `composing`, an error is a bug, and keeps its traceback."""
     try:
@@ -80,7 +82,7 @@ def explained(command: str, words: Sequence[str], composing: Callable[[], bool] 
     except (HydraException, OmegaConfBaseException, YAMLError, OSError, ValueError, AssertionError) as error:
         if not composing():
             raise
-        refuse([*unknown(command, words)])
+        refuse([*unknown(command, words, own)])
         text = f"{' '.join(f'{word:.60}' for word in words)}: {str(error) or 'unusable'}".split("\n\n")[0].strip()
         if isinstance(error, OverrideParseException):
             word = str(error.override)
@@ -99,7 +101,7 @@ def _run(command: Command) -> Any:
     return JOBS[command.name](command, fitted(command, settings) if command.name == "train" else settings)
 
 
-def _sweep(command: str, words: Sequence[str]) -> None:
+def _sweep(command: str, words: Sequence[str], own: Path | None) -> None:
     """Let Hydra run the sweep, compare its jobs, and exit with the number of failed ones."""
 
     def check_job(cfg: DictConfig) -> str:
@@ -119,7 +121,7 @@ def _sweep(command: str, words: Sequence[str]) -> None:
     job.sweep = sweep  # type: ignore[attr-defined]  # functions may have attributes
     new_folder_names()
     try:
-        with explained(command, words, lambda: not (started or sweep.states)):
+        with readable_errors(command, words, own, lambda: not (started or sweep.states)):
             start = start_of(command, words)
             with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
                 program: Any = GlobalHydra.instance().hydra

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from grpo_cli.config.choices import choices, groups_of, marked, read_choice, read_command
+from grpo_cli.config.choices import choices, chosen, groups_of, has_choice, marked, prefix_of, read_choice, read_command
 from grpo_cli.config.overrides import quoted, value_of
 from grpo_cli.support.errors import closest
 from grpo_cli.support.extras import EXTRAS, absent, installed
@@ -46,14 +46,14 @@ def as_text(word: str) -> str:
     return f"as text it is typed {shlex.quote(f'{key}={text}')}" if known else ""
 
 
-def unknown(command: str, words: Sequence[str]) -> Iterator[str]:
-    """Yield what is wrong with each key and choice that is not known."""
-    known, has_own = _known_keys(command, words), any(word.startswith("hydra.searchpath") for word in words)
+def unknown(command: str, words: Sequence[str], own: Path | None = None) -> Iterator[str]:
+    """Yield what is wrong with each key and choice that is not known; `own` is a folder of a user's own choices."""
+    known = _known_keys(command, words, own)
     for key, _, value in (word.partition("=") for word in words if re.match(r"[^-+~={\s][^={\s]*=", word)):
         plugin = f"hydra_plugins.hydra_{value.partition('_')[0]}_{key.removeprefix('hydra/')}"
         if key in groups_of(command):
-            named = [one for one in value.split(",") if re.fullmatch(r"[\w./\\-]*", one) and not has_own]
-            yield from (no_choice(key, one) for one in named if one not in choices(key))
+            named = [one for one in value.split(",") if re.fullmatch(r"[\w./\\-]*", one)]
+            yield from (no_choice(key, one) for one in named if not has_choice(key, one, own))
         elif plugin in EXTRAS and not installed(plugin):
             yield absent(plugin, f"{key}={value}")
         elif key not in known and not key.startswith(("hydra.", "hydra/")) and "@" not in key:
@@ -86,15 +86,14 @@ def _no_setting(key: str, known: Mapping[str, str]) -> str:
     return f"{key} is not a setting{f'; did you mean {ours}?' if ours else closest(key, near)}"
 
 
-def _known_keys(command: str, words: Sequence[str]) -> dict[str, str]:
-    """Return every key of the configuration with the choices among these words, and its value in `conf/`."""
-    file, named = read_command(command), value_of("experiment", words) or "none"
-    chosen = {**file.choices, **(read_choice("experiment", named).choices if named in choices("experiment") else {})}
-    known = {key: one.value for key, one in file.settings.items()}
-    for group in groups_of(command):
-        typed = value_of(group, words)
-        known[group] = typed if typed is not None and typed in choices(group) else chosen[group]
-        known |= {f"{group}.{key}": one.value for key, one in read_choice(group, known[group]).settings.items()}
+def _known_keys(command: str, words: Sequence[str], own: Path | None) -> dict[str, str]:
+    """Return every key of the configuration with the choices among these words, and its value in its file."""
+    typed = {group: value_of(group, words) for group in groups_of(command)}
+    parts = chosen(command, {group: one for group, one in typed.items() if one and has_choice(group, one, own)}, own)
+    known = {key: one.value for key, one in read_command(command).settings.items()} | parts
+    for group, choice in parts.items():
+        settings = read_choice(group, choice, own).settings
+        known = {f"{prefix_of(group)}{key}": one.value for key, one in settings.items()} | known
     return known
 
 

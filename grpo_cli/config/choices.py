@@ -66,6 +66,11 @@ def choices(group: str) -> Sequence[str]:
     return [name for folder in folders for name in sorted(file.stem for file in folder.glob("[!_]*.yaml"))]
 
 
+def has_choice(group: str, choice: str, own: Path | None = None) -> bool:
+    """True if a group has this choice, which may be a file in a folder of a user's own."""
+    return choice in choices(group) or (own is not None and (own / group / f"{choice}.yaml").is_file())
+
+
 def read_choice(group: str, choice: str, own: Path | None = None) -> ConfFile:
     """Return the file of a choice, which may be one in a folder of a user's own."""
     if own is not None and (path := own / group / f"{choice}.yaml").is_file():
@@ -85,6 +90,18 @@ def shipped(group: str, choice: str) -> dict[str, Any]:
 def groups_of(command: str) -> list[str]:
     """Return the groups that a command's configuration chooses from."""
     return [group for group in read_command(command).choices if not group.startswith("hydra/")]
+
+
+def chosen(command: str, typed: Mapping[str, str], own: Path | None = None) -> dict[str, str]:
+    """Return the choice of each group of a command beside these typed words, by key; those of an experiment, too."""
+    named = typed.get("experiment", "")
+    recipe = read_choice("experiment", named, own).choices if has_choice("experiment", named, own) else {}
+    return {group: {**read_command(command).choices, **recipe, **typed}[group] for group in groups_of(command)}
+
+
+def prefix_of(group: str) -> str:
+    """Return what stands before the settings of a group's choices, as they are typed."""
+    return "" if group == "experiment" else f"{group.replace('/', '.')}."
 
 
 def parts_of(command: str) -> tuple[str, ...]:

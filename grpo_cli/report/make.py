@@ -36,10 +36,12 @@ def make(
     The folder gets pictures, tables, rollouts early and late, and `report.json` with every number; of evaluations
     alone a table is shown and nothing written (None). UserError if there are no runs or `out` cannot be written.
     """
-    console, out = console or terminal.console(), (out or layout.new_folder("report")).expanduser()
+    console = console or terminal.console()
     read = read_all(folders, metric)
     if read and all(run.recorded.command == "eval" for run in read):
         show_evaluations(labelled(read))
+        if out is not None:
+            terminal.to_stderr(f"nothing is written to {out}: a report of evaluations alone is this table")
         return None
     comparison = compare(training_runs(read, folders, metric), target, metric, base)
     notes = [] if installed("matplotlib") else [absent("matplotlib", "a picture")]
@@ -51,6 +53,7 @@ def make(
     first = [(arm.label, arm.runs[0]) for arm in comparison.arms if arm.runs]
     named = {f"{label}: run {run.name}, seed {shown(run.recorded.seed)}": run.folder for label, run in first}
     files |= {"rollouts.md": text.encode()} if (text := before_and_after(named)) else {}
+    out = (out or layout.new_folder("report")).expanduser()
     for name, data in files.items():
         write_atomically(out / name, data)
     for line in overview(comparison):

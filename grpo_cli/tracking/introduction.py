@@ -73,7 +73,7 @@ def doubts_of_prompts(
 
 def smaller(settings: RunSettings) -> str:
     """Return settings of a smaller step, as they are typed; empty for a step that is small."""
-    now = {"n": settings.n, "train.prompts": settings.train.prompts}
+    now = {"n": settings.n, "m": settings.m, "train.prompts": settings.train.prompts}
     now["sampling.max_new_tokens"] = settings.sampling.max_new_tokens
-    few = {"n": max(8, settings.m) if settings.m < settings.n else 8, "train.prompts": 4, "sampling.max_new_tokens": 64}
+    few = {"n": 8, "m": 8, "train.prompts": 4, "sampling.max_new_tokens": 64}
     return " ".join(f"{key}={value}" for key, value in few.items() if value < now[key])

@@ -33,6 +33,7 @@ fi
 # check nothing.
 pytest "${together[@]}" -m "$few" --jaxtyping-packages=grpo_cli,beartype.beartype
 pytest "${together[@]}" -m "not ($few)"
+! command -v nvidia-smi >/dev/null || pytest -m gpu
 # The default run as on a machine with more cores (MKL takes no more threads than there are, unless told to).
 echo "grpo train with 8 threads"
 MKL_DYNAMIC=FALSE OMP_NUM_THREADS=8 grpo train logger=jsonl train.steps=10 hydra.run.dir="$(mktemp -d)/run" | tail -n 2

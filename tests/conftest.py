@@ -27,6 +27,9 @@ SCRIPTS = Path(__file__).parents[1] / "scripts"
 SMOLLM2 = Path(os.environ.get("SMOLLM2", SCRIPTS.parent / "models" / "smollm2"))
 sys.path += [str(SCRIPTS), str(SCRIPTS / "bench")]
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Tests' servers are on this machine, their repositories in their folders, their tables without colours.
+for _name in [name for name in os.environ if name.lower().endswith("_proxy") or name.startswith(("GIT_", "FORCE_"))]:
+    del os.environ[_name]
 # Tests of W&B set their own: its service, once started, is one for the whole process, and dies with the test before.
 os.environ["WANDB_MODE"] = "disabled"
 
@@ -85,9 +88,14 @@ def no_collection() -> Iterator[None]:
     gc.enable()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.markexpr not in ("gpu", "vllm"):  # runs of other tests take the device that there is
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     lacks = {
-        "gpu": "" if _has_gpu() else "no CUDA device",
+        "gpu": "" if _has_gpu() else "no CUDA device, or not chosen (-m gpu)",
         "smollm2": "" if (SMOLLM2 / "model.safetensors").is_file() else f"{SMOLLM2} lacks: scripts/get_smollm2.sh",
         "vllm": "" if importlib.util.find_spec("vllm") else "vLLM is not installed (scripts/install_vllm.sh)",
     }

@@ -39,8 +39,8 @@ from grpo_cli.support.formatting import parse_bytes
 LEAN = ("logger=jsonl", "device=cpu", "eval.every=0", "record.rollouts=0", "train.checkpoint_every=1000")
 # Replies that nearly all reach the limit: a plan must hold where all of them do.
 TINY = ("sampling.max_new_tokens=24",)
-# Random weights are right in nothing: a reward that differs, so that there are gradients and the optimizer's state.
-UNEVEN = "import zlib\n\n\ndef reward(reply):\n    return zlib.crc32(reply.encode()) % 2\n"
+# Random weights are right in nothing. With rewards that all differ no way of these leaves a group out of its updates.
+UNEVEN = "import zlib\n\n\ndef reward(reply):\n    return zlib.crc32(reply.encode()) / 2**32\n"
 ROWS = "".join(json.dumps({"question": f"{i} + {i} =", "answer": str(2 * i)}) + "\n" for i in range(64))
 FIFTY = (*LARGER, "train.prompts=2", "sampling.max_new_tokens=48")
 FIFTY += ("task=jsonl", "task.path=rows.jsonl", "task.reward=uneven:reward")

@@ -3,6 +3,8 @@
 import time
 from random import SystemRandom
 
+_WAS_LATE: list[str] = []
+
 
 class Mute(Exception):
     def __str__(self):
@@ -15,7 +17,8 @@ class Stop(BaseException):
 
 def behave(how):
     """What user's code does wrong, by name."""
-    if how == "slow":
+    if how == "slow" or (how == "once" and not _WAS_LATE):
+        _WAS_LATE.append(how)
         time.sleep(60)
     raises = {"key": KeyError("k"), "mute": Mute(), "stop": Stop(), "next": StopIteration(), "syntax": SyntaxError("s")}
     raises |= {"exit": SystemExit(3), "interrupt": KeyboardInterrupt()}

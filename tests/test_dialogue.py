@@ -9,6 +9,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import environments
 import made
 import pytest
 from environments import Responding
@@ -107,6 +108,13 @@ def test_a_late_answer_is_answered_and_code_that_hangs_or_exits_elsewhere_ends_t
         task.reward(prompt, rollout_of(prompt, how, PLAIN))
     with pytest.raises(UserError, match=f"reset for line 1,.*{named}"):
         task._environment.opens({"question": "q", "answer": "1", "opening": how}, "line 1")
+
+
+def test_an_environment_that_is_late_once_is_not_called_random_and_its_object_is_left(rows, monkeypatch):
+    monkeypatch.setattr(environments, "_WAS_LATE", [])
+    task = talking(rows, warn=list().append, **RESPONDING | {"respond_seconds": 2.0})
+    assert heard(task, "a", "once") == ["error: no answer in 2 seconds"] and task._environment._waiting == {}
+    assert heard(task, "a", "once") == ["2: not once !"]
 
 
 def test_an_object_is_kept_from_turn_to_turn_and_the_oldest_makes_room(rows, monkeypatch):

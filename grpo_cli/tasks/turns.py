@@ -54,11 +54,12 @@ class TurnSettings(PromptSettings):
 @dataclass(frozen=True)
 class Observation:
     """The messages that the model reads after a turn, None at the end of the episode. `failed` counts those that report
-    an error; `faults` describe the errors of the user's code."""
+    an error; `faults` describe the errors of the user's code; `is_late`: a call has not returned in time."""
 
     messages: Sequence[str] | None
     failed: int = 0
     faults: tuple[str, ...] = ()
+    is_late: bool = False
 
 
 def environment_of(settings: TurnSettings, prompting: Prompting) -> Environment | None:
@@ -136,11 +137,11 @@ def _cut(text: str) -> str:
 def _observe(function: str, call: Callable[[], Any], seconds: float, who: str, ends: bool = False) -> Observation:
     """Return the text of a call's value, cut, or of its error: a model may have caused any. With `ends`, None is the
     end of the episode."""
-    fault = ""
+    fault, is_late = "", False
     try:
         text = _with_timeout(lambda: _text(_awaited(call()), ends), seconds, f"{who} {function}")
     except _Late:
-        text, fault = f"error: no answer in {seconds:g} seconds", f"took more than {seconds:g} seconds"
+        is_late, text, fault = True, f"error: no answer in {seconds:g} seconds", f"took more than {seconds:g} seconds"
     except UserError:
         raise
     except BaseException as error:
@@ -150,7 +151,7 @@ def _observe(function: str, call: Callable[[], Any], seconds: float, who: str, e
     failed, message = int(bool(fault)), _cut(text)
     if message != text:
         fault = fault or f"returned more than {MOST_CHARACTERS} characters, or some that UTF-8 cannot hold: it was cut"
-    return Observation([message], failed, (f"{function} {fault}",) if fault else ())
+    return Observation([message], failed, (f"{function} {fault}",) if fault else (), is_late)
 
 
 def _text(value: Any, ends: bool) -> str | None:
@@ -242,7 +243,8 @@ class Environment:
         ]
         messages = [message for one in found for message in one.messages or ()]
         faults = tuple(fault for one in found for fault in one.faults)
-        return Observation(messages or None, sum(one.failed for one in found), faults)
+        failed, is_late = sum(one.failed for one in found), any(one.is_late for one in found)
+        return Observation(messages or None, failed, faults, is_late)
 
 
 class Episodes(Environment):
@@ -272,11 +274,13 @@ class Episodes(Environment):
         if instance is None:
             instance = self._replayed(row, turns[:-1], who)
         found = self._observe_turn(instance, turns[-1], who)
+        if found.is_late:  # its object may still be at work
+            return found
         if not self._checked:
             again = self._observe_turn(self._replayed(row, turns[:-1], who), turns[-1], who)
-            if again.messages != found.messages:
+            if again.messages != found.messages and not again.is_late:
                 raise UserError(f"{self.name} answered the same turns in two ways: let randomness follow from the row")
-            self._checked = True
+            self._checked = not again.is_late
         if found.messages is not None:
             with self._lock:
                 self._waiting[prompt.id, tuple(turns)] = instance

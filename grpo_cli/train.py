@@ -241,7 +241,8 @@ class Trainer:
         for place, files in enumerate(self._files):  # of a logger that the run had not: None
             files.load_state_dict(records[place] if place < len(records) else None)
         optim, train = self._settings.optim, self._settings.train
-        if self._progress.step < train.steps and (jump := rate_jump(schedule, optim, train, self._progress.step)):
+        step, warmed_up = self._progress.step, train.warmup_steps if train.warmup_lr is not None else 0
+        if warmed_up <= step < train.steps and (jump := rate_jump(schedule, optim, train, step)):
             self._parts.warn(jump)
         self._parts.say(f"resumed at step {self._progress.step} (from {checkpoint})")
 

@@ -285,6 +285,10 @@ class Batch:
         sums = self.sums(values)
         return values.cumsum(0) - self.per_token(sums.cumsum(0) - sums)
 
+    def left(self, mask: Bool[Tensor, "N"]) -> Float[Tensor, "N"]:
+        """Return how many of a row's tokens in the mask there are from each token on."""
+        return self.per_token(self.sums(mask)) - self.running(mask) + mask.int()
+
     def any(self, mask: Bool[Tensor, "N"]) -> Bool[Tensor, "B"]:
         """Return which rows have a token of the mask."""
         return self.sums(mask) > 0

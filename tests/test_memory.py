@@ -331,6 +331,13 @@ def test_a_plan_reads_no_weights_and_no_problems_of_the_hub_and_runs_nothing(mon
     assert found["fit"]["chosen"][fit.SLOTS] == 1 and found["fit"]["fits"] is False and found["fit"]["largest_n"] == 0
 
 
+def test_a_profile_plans_for_as_much_of_what_is_free_as_a_run(monkeypatch):
+    monkeypatch.setattr(fit, "free_bytes", lambda device: 2 << 30)
+    monkeypatch.setattr("grpo_cli.memory.profile.process_size", lambda device: 100 << 20)
+    found, _ = profile(*LAYER, "fit=auto")
+    assert found["fit"]["room_bytes"] == int(0.9 * (2 << 30)) + (100 << 20)
+
+
 def test_a_plan_for_a_gpu_has_its_memory_its_precision_and_its_allocators_ways(monkeypatch):
     """Nothing is resident beside the tensors, and 4 bits can be planned for; a T4 has no bfloat16."""
     monkeypatch.setattr("grpo_cli.config.auto.fast_in_bfloat16", lambda device: False)

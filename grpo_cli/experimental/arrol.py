@@ -72,7 +72,7 @@ class Arrol(Probing):
         at = self._stopped_at = look_at("collector.at", self._at, step.sampling.max_new_tokens)
         groups = step.generate(((prompt, step.n) for prompt in step.pick(step.prompts)), limit=at)
         begun = [some for group in groups if (some := group.partial).rollouts]
-        whole = {group.prompt.id: len(group.rollouts) for group in groups}
+        sizes = {group.prompt.id: len(group.rollouts) for group in groups}
         self._begun, self._dropped, self._now = sum(len(group.rollouts) for group in begun), 0, {}
         scores = self._read(begun) if begun else np.empty(0)
         left, start = [], 0
@@ -82,7 +82,7 @@ class Arrol(Probing):
             kept = np.ones(size, dtype=bool)
             if step.step >= self._warmup and not np.isnan(own).any():
                 chances = self._chances(self._calibrated(own))
-                kept = drawn(chances, step.rng.random(size), LEAST - (whole[group.prompt.id] - size))
+                kept = drawn(chances, step.rng.random(size), LEAST - (sizes[group.prompt.id] - size))
             self._dropped += int((~kept).sum())
             stay = tuple(one for one, stays in zip(group.rollouts, kept, strict=True) if stays)
             left += [Group(group.prompt, stay)] * bool(stay)

@@ -17,6 +17,7 @@ Measured: docs/studies.md.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, exp
@@ -34,7 +35,6 @@ from grpo_cli.support.ranges import Count
 from grpo_cli.types import Rollout
 
 SHARPNESS, TINY = 0.01, 1e-30  # what cosines are divided by; the least length of a direction
-Temperature = Annotated[float, Field(gt=0)]
 
 
 class Leaf(NamedTuple):
@@ -54,15 +54,24 @@ SharesOut = Callable[[Sequence[Leaf], Float[np.ndarray, "L H"], int], Sequence[i
 
 @facts(resumes=True, one_turn=True)
 @dataclass(frozen=True, kw_only=True)
-class Dora(SearchMethod):
-    """A tree of `width` completions, which continues where completions are likely and their directions rare."""
+class Tree(SearchMethod):
+    """A tree of `width` completions, of which a rule counts those that continue from each leaf."""
 
     width: Samples
-    temperature: Temperature
+    temperature: Annotated[float, Field(gt=0)]
     every: Count
 
     def choose(self, searching: Searching) -> list[Rollout]:
         return [voted(searching, row) for row in grown(searching, self.width, self.every, self._counts)]
+
+    @abstractmethod
+    def _counts(self, leaves: Sequence[Leaf], states: Float[np.ndarray, "L H"], places: int) -> list[int]:
+        """Return how many completions continue from each leaf, given their directions and the number of places."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dora(Tree):
+    """A tree which continues where completions are likely and their directions rare."""
 
     def _counts(self, leaves: Sequence[Leaf], states: Float[np.ndarray, "L H"], places: int) -> list[int]:
         return shared_out([leaf.score for leaf in leaves], cosines(states), places, self.temperature)

@@ -45,8 +45,7 @@ class Echo(Clipped):
 
     def _away(self, logprobs: Float[Tensor, "N"], batch: Batch) -> Float[Tensor, "N"]:
         mask = batch.response_mask
-        before = batch.running(mask) - mask.int()
-        tail = mask & (batch.per_token(batch.sums(mask)) - before <= self.tail)  # the response from this token on
+        tail = mask & (batch.left(mask) <= self.tail)
         old = masked_float(logprobs if batch.old_logprobs is None else batch.old_logprobs, mask).detach()
         certain = batch.sums(old.exp() * tail) / batch.sums(tail).clamp(min=1)
         away = self.clip_low + (self.clip_high - self.clip_low) * torch.sigmoid(self.slope * (1 - certain))

@@ -25,11 +25,7 @@ import numpy as np
 from jaxtyping import Float
 from pydantic import Field
 
-from grpo_cli.experimental.dora import Leaf, Temperature, cosines, grown, rebase, voted
-from grpo_cli.experimental.search import Searching, SearchMethod
-from grpo_cli.support.facts import facts
-from grpo_cli.support.ranges import Count
-from grpo_cli.types import Rollout
+from grpo_cli.experimental.dora import Leaf, Tree, cosines, rebase
 
 NEAR = 0.05  # the cosine distance up to which directions are one cluster
 
@@ -38,19 +34,13 @@ Weight = Annotated[float, Field(ge=0)]
 Width = Annotated[int, Field(ge=1, le=20)]
 
 
-@facts(resumes=True, one_turn=True)
 @dataclass(frozen=True, kw_only=True)
-class Ets(SearchMethod):
-    """A tree of `width` completions, of which branches are cut that cost more than they are worth."""
+class Ets(Tree):
+    """A tree of which branches are cut that cost more than they are worth."""
 
     width: Width
     cost: Weight
     diversity: Weight
-    temperature: Temperature
-    every: Count
-
-    def choose(self, searching: Searching) -> list[Rollout]:
-        return [voted(searching, row) for row in grown(searching, self.width, self.every, self._counts)]
 
     def _counts(self, leaves: Sequence[Leaf], states: Float[np.ndarray, "L H"], places: int) -> list[int]:
         scores = [leaf.score for leaf in leaves]

@@ -19,6 +19,7 @@ from grpo_cli.interfaces import Runtime
 from grpo_cli.learner.batch import collate, rows_of
 from grpo_cli.learner.forward import padded, padded_parts
 from grpo_cli.model.anatomy import backbone, head, unwrapped
+from grpo_cli.model.checkpointing import last_states
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import Batch, Group, Rollout
 
@@ -87,7 +88,7 @@ def _pass(model: Any, part: Batch, layer: int | None, last: int) -> tuple[Float[
         found.append(torch.cat([_mean(states, one) for one in ends], dim=1))
 
     with layer_of(model, layer).register_forward_hook(pool):
-        states = backbone(model)(input_ids=ids.to(device), use_cache=False).last_hidden_state
+        states = last_states(model, ids.to(device))
     return states, found[0]
 
 
@@ -100,10 +101,8 @@ def _mean(states: Float[Tensor, "B T H"], over: Bool[Tensor, "B T"]) -> Float[Te
 def _ends(part: Batch, last: int, width: int) -> Bool[Tensor, "2 B T"]:
     """Return the last tokens of each prompt, and of each response."""
     starts, places = part.prompt_lengths[:, None], torch.arange(width)
-    before = part.running(part.response_mask) - part.response_mask.int()
-    left = part.per_token(part.sums(part.response_mask)) - before  # of the response, from this token on
     of_response = torch.zeros(len(part), width, dtype=torch.bool)
-    of_response[_rows(part), part.positions] = part.response_mask & (left <= last)
+    of_response[_rows(part), part.positions] = part.response_mask & (part.left(part.response_mask) <= last)
     return torch.stack([(places < starts) & (places >= starts - last), of_response])
 
 

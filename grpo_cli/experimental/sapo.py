@@ -64,15 +64,13 @@ class RunFolder:
             )
 
     def __call__(self, step: StepRollouts) -> list[ScoredGroup]:
-        known = len({prompt.id for prompt, _ in self._rows})
-        count = max(math.ceil((1 - Fraction(str(self.foreign))) * step.prompts), step.prompts - known)
-        groups = step.score(step.generate((prompt, step.n) for prompt in step.pick(count)))
-        found = {group.prompt.id: group for group in groups}
+        count, found = int(Fraction(str(self.foreign)) * step.prompts), dict[str, ScoredGroup]()
         for place in step.rng.permutation(len(self._rows)).tolist():
             prompt, rows = self._rows[place]
-            if len(found) < step.prompts and prompt.id not in found:
+            if len(found) < count and prompt.id not in found:
                 found[prompt.id] = _group(prompt, rows, step)
-        return [*found.values()]
+        own = step.pick(step.prompts - len(found), found.keys())
+        return [*step.score(step.generate((prompt, step.n) for prompt in own)), *found.values()]
 
 
 def _checked(row: Any, text: Any, ends: Sequence[int]) -> dict[str, Any]:

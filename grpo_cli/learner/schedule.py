@@ -12,7 +12,7 @@ from grpo_cli.settings import OptimSettings, TrainSettings
 
 
 def learning_rate(optim: OptimSettings, step: int, steps: int) -> float:
-    """Return the rate of update `step` (from 0) of `steps`: a linear warm-up, then the schedule down to 0 at the end.
+    """Return the rate of a step's updates (from 0, of `steps`): a linear warm-up, then the schedule down to 0.
 
     >>> half = OptimSettings(1.0, (0.9, 0.99), 1e-8, 0.0, warmup_steps=2, schedule="linear", max_grad_norm=1.0,
     ...     name="adamw", offload=False, park=False, ess="none", ess_reference=1.0)
@@ -36,7 +36,7 @@ def schedule_of(optim: OptimSettings, train: TrainSettings) -> dict[str, Any]:
 
 
 def rate_jump(saved: Mapping[str, Any], optim: OptimSettings, train: TrainSettings, step: int) -> str | None:
-    """Return a warning if the rate of update `step` differs from what a saved `schedule_of` would have given."""
+    """Return a warning if the rate of a step's updates differs from what a saved `schedule_of` would have given."""
     changed_then = {key.removeprefix("optim."): value for key, value in saved.items() if key.startswith("optim.")}
     then = learning_rate(replace(optim, **changed_then), step, saved["train.steps"])
     now = learning_rate(optim, step, train.steps)
@@ -45,6 +45,6 @@ def rate_jump(saved: Mapping[str, Any], optim: OptimSettings, train: TrainSettin
     given = schedule_of(optim, train)
     changed = ", ".join(f"{key}={given[key]} (was {value})" for key, value in saved.items() if given[key] != value)
     return (
-        f"the learning rate of the next update is {now:.3g}, and would have been {then:.3g} under the settings that "
+        f"the learning rate of the next updates is {now:.3g}, and would have been {then:.3g} under the settings that "
         f"this run was saved with: {changed}"
     )

@@ -105,13 +105,14 @@ def cheapest_fit(planner: Planner, room: int, typed: Set[str]) -> Fitted:
     settings, updates = planner.run.settings, replace(planner, step=replace(planner.step, sampler=None))
     name, may = f"fit={settings.fit}", choosable(planner, typed)
     if settings.fit == "none" or settings.resume is not None:
-        name, may, planner = f"{TOKENS}=auto", frozenset({TOKENS}), updates
+        name, may, planner = f"{TOKENS}=auto, of updates alone", frozenset({TOKENS}), updates
     waiting = {"sampler": "infinite"} if SLOTS in may and "slots" not in settings.parts["sampler"] else {}
     values = _cheapest(planner, updates, room, may, waiting)
     if (least := planner.plan(values)).peak > room:
         enough = gib(1.005 * max(least.peak / MARGIN, least.peak + CPU_RESERVE)).replace(" ", "")  # rounded, not down
         line = f"{name}: at most {gib(room)} may be held, and the least that would do with what is typed is "
-        return Fitted(values, least, [f"{line}{gib(least.peak)}: give fit={enough}, or leave out typed settings"])
+        way_out = "end what holds memory" if planner is updates else f"give fit={enough}"
+        return Fitted(values, least, [f"{line}{gib(least.peak)}: {way_out}, or leave out typed settings"])
     values, rounds, spare = _with_slots(planner, room, may, values)
     plan, costs = planner.plan(values), {**_COSTS, SLOTS: rounds}
     lines = [f"{name}: at most {gib(plan.peak)} of {gib(room)} are expected to be held, in {plan.fullest}"]

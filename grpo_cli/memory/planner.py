@@ -173,7 +173,8 @@ def _workloads(run: Prepared[Any]) -> tuple[Workload, Workload | None]:
         examined = [len(held_out[i].token_ids) for i in range(min(settings.eval.problems, len(held_out)))]
     longest = settings.sampling.max_new_tokens
     wanted = getattr(getattr(settings, "profile", None), "eval", True) and settings.eval.every > 0
-    exam = Workload(tuple(examined), 1 + settings.eval.k, longest) if wanted else None  # one greedy, k sampled
+    # one greedy, k sampled
+    exam = Workload(tuple(examined), 1 + settings.eval.k, longest) if wanted and examined else None
     return Workload(tuple(asked), settings.n, longest), exam
 
 

@@ -32,7 +32,7 @@ from grpo_cli.settings import ProfileRunSettings
 from grpo_cli.step import Step
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import gib
-from grpo_cli.support.memory import free_bytes, peak_bytes, start_peak, total_bytes
+from grpo_cli.support.memory import peak_bytes, start_peak, total_bytes
 from grpo_cli.support.meter import Meter
 from grpo_cli.support.terminal import to_stderr
 from grpo_cli.tracking.progress import Progress
@@ -58,11 +58,13 @@ def profile(run: Prepared[ProfileRunSettings], typed: Sequence[str], console: Co
     to_stderr("planning: a few seconds")
     workspace = process_size(device)
     chooses = settings.fit != "none" or settings.train.micro_batch_tokens == AUTO
-    if not (room := settings.fit_bytes or int(GPUS.get(str(wanted.for_gpu), 0))):
-        room = free_bytes(device) + workspace if chooses else total_bytes(device)
+    room = settings.fit_bytes or int(GPUS.get(str(wanted.for_gpu), 0)) or total_bytes(device)
     planner, values = Planner.of(run, device, workspace), AS_IT_IS
     if chooses:
-        fitted = fit.cheapest_fit(planner, fit.within(room, device), {key_of(word) for word in typed})
+        limit = fit.within(room, device)
+        if settings.fit_bytes is None and not wanted.for_gpu:  # what is free, as in training
+            room = limit = fit.room_of(settings, device, workspace, to_stderr)
+        fitted = fit.cheapest_fit(planner, limit, {key_of(word) for word in typed})
         values = fitted.values
         to_stderr("\n".join(fitted.lines))
     settings, measured = with_values(settings, values), None

@@ -9,18 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_cli.rules.advantage import StatsOver, compared, varies
+from grpo_cli.rules.advantage import StatsOver, centred, compared
 from grpo_cli.types import ScoredGroup
 
 
 def dr_grpo(group: ScoredGroup, kept: Sequence[int], *, stats_over: StatsOver) -> Float[Tensor, " K"]:
-    """No bias towards prompts whose rewards hardly differ. The other half of Dr. GRPO, no division by the length, is
-    the loss's `aggregation: constant`."""
-    rewards, reference = compared(group, kept, stats_over)
-    if not varies(reference):
-        return torch.zeros_like(rewards)
-    return rewards - reference.mean()
+    """Return rewards less their mean: no bias towards prompts whose rewards hardly differ. The other half of Dr. GRPO,
+    no division by the length, is the loss's `aggregation: constant`."""
+    return centred(*compared(group, kept, stats_over))

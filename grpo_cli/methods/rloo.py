@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_cli.rules.advantage import StatsOver, compared, varies
+from grpo_cli.rules.advantage import StatsOver, centred, compared
 from grpo_cli.types import ScoredGroup
 
 
@@ -21,6 +20,4 @@ def rloo(group: ScoredGroup, kept: Sequence[int], *, stats_over: StatsOver) -> F
     """Subtract a baseline that is independent of the sample. Over `group` the others are the G - 1 of the whole
     group."""
     rewards, reference = compared(group, kept, stats_over)
-    if not varies(reference):
-        return torch.zeros_like(rewards)
-    return (rewards - reference.mean()) * (len(reference) / (len(reference) - 1))
+    return centred(rewards, reference) * (len(reference) / max(1, len(reference) - 1))

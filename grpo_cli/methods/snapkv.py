@@ -34,8 +34,8 @@ class SnapKv(Budget):
             raise UserError(f"sparsity.kernel={self.kernel} must be odd, so that a key is in the middle of it")
 
     def score(self, candidates: Candidates) -> Float[Tensor, "L R H S"]:
-        """Softmax over the keys older than the window of the largest logit of a group of queries; mean over the window,
-        and the largest of `kernel` neighbours."""
+        """Compute the softmax over the keys older than the window of the largest logit of a group of queries; mean over
+        the window, and the largest of `kernel` neighbours."""
         queries = candidates.queries
         assert queries is not None, "the last queries were noted"
         group, window = queries.shape[3:5]

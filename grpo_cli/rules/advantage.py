@@ -41,6 +41,11 @@ def standardised(rewards: Float[Tensor, " K"], reference: Float[Tensor, " R"], e
     return (rewards - reference.mean()) / (reference.std(correction=1) + eps)
 
 
+def centred(rewards: Float[Tensor, " K"], reference: Float[Tensor, " R"]) -> Float[Tensor, " K"]:
+    """Return rewards less the mean of the reference rewards; 0 where those are equal."""
+    return rewards - reference.mean() if varies(reference) else torch.zeros_like(rewards)
+
+
 def compared(
     group: ScoredGroup, kept: Sequence[int], stats_over: str
 ) -> tuple[Float[Tensor, " K"], Float[Tensor, " R"]]:

@@ -35,7 +35,7 @@ class RidgeHead:
 def fit_ridge(
     features: Float[np.ndarray, "N F"], targets: Float[np.ndarray, "N"], shrinkages: Float[np.ndarray, "S"]
 ) -> RidgeHead:
-    """Ridge regression whose shrinkage (a share of N) has the least generalised cross-validation error.
+    """Fit a ridge regression whose shrinkage (a share of N) has the least generalised cross-validation error.
 
     Golub, Heath and Wahba 1979: residual sum / (1 - degrees of freedom / N) ** 2, from one eigendecomposition.
     """

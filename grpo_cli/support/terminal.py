@@ -42,7 +42,7 @@ class Screen:
 
     @contextmanager
     def _may_be_gone(self) -> Iterator[None]:
-        """After the first failure the file is redirected to nowhere, or buffered output would fail at exit."""
+        """Redirect the file to nowhere after its first failure, or buffered output would fail at exit."""
         try:
             yield
         except (OSError, ValueError):  # ValueError: it is closed

@@ -98,7 +98,8 @@ class OnceInOrder(InOrder):
     """No problem comes twice."""
 
     def pick(self, step: int, count: int, without: Any) -> Any:
-        found, self._prompts = self._prompts[:count], self._prompts[count:]
+        found = [prompt for prompt in self._prompts if prompt.id not in without][:count]
+        self._prompts = [prompt for prompt in self._prompts if prompt not in found]
         return found
 
 
@@ -120,7 +121,7 @@ def test_groups_of_another_run_are_trained_on_with_its_log_probabilities(tmp_pat
     rule = make("collector", made.part("collector", "folder", path=str(tmp_path)))
     rule.setup(replace(BENCH, task=Known()))
     engine = Scripted()
-    collection = collection_of(engine, InOrder(problems(9)[1:]), n=2, prompts=2, sampling=Sampling.plain(8))
+    collection = collection_of(engine, InOrder(problems(9)), n=2, prompts=2, sampling=Sampling.plain(8))
     new, read = collection.run(rule)
     assert (new.prompt.id, read.prompt.id, read.totals.tolist()) == ("q1", "q0", [0.0, 1.0])
     assert read.rollouts[1].token_ids == (5, 9) and read.rollouts[1].spans == (Span(GIVEN, 1), Span(0, 1))

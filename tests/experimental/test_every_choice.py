@@ -26,7 +26,7 @@ WITH = {
     "advantage=beta": "collector=aero downsample=aero",
     "advantage=probe": f"advantage.min_rollouts=4 {ARROL}",
     "collector=arrol": ARROL,
-    "collector=dars": "advantage=dr_grpo",
+    "collector=dars": "advantage=dr_grpo collector.divided=false",
     "collector=hint": "correction=mis train.minibatches=2",
     "collector=lookahead": "collector.tau_abs=0.01 collector.tau_rel=0.99 collector.chunk=2",
     "advantage=median": "n=5",

@@ -103,7 +103,13 @@ def set_up(
         per_step = max_rollouts_at_once(run.rules.collector, settings.n, settings.train.prompts)
     of_worker = partial(worker_engine, settings, eos, pad, decode, rollouts_per_step=per_step)
     more = {"warn": warn, "decode": decode, "build": of_worker, "rollouts_per_step": per_step, **engine}
-    return Runtime(device, model, tokenizer, task, make_engine(settings, run.factories, model, eos, pad, **more), eos)
+    made = make_engine(settings, run.factories, model, eos, pad, **more)
+    if (stops := [*settings.sampling.stop, *getattr(task, "turn_ends", ())]) and not made.reads_stop_strings:
+        raise UserError(
+            f"sampling.stop or the task's turn ends, {stops}: {settings.parts['engine']['_target_']} does not look for "
+            "stop strings; use engine=torch"
+        )
+    return Runtime(device, model, tokenizer, task, made, eos)
 
 
 def _load(run: Prepared[Any], weights: ModelSettings) -> Any:
@@ -121,13 +127,7 @@ def make_engine(
     offered = {"model": model, "eos_token_ids": eos, "pad_token_id": pad, "seed": settings.seed, **more}
     offered |= parts.engine_parts(settings.seed)
     given = EngineParts(**{field.name: offered[field.name] for field in fields(EngineParts) if field.name in offered})
-    engine: Engine = parts["engine"].make({**offered, "parts": given})
-    if settings.sampling.stop and not engine.reads_stop_strings:
-        raise UserError(
-            f"sampling.stop={list(settings.sampling.stop)}: {settings.parts['engine']['_target_']} does not look for "
-            "stop strings; use engine=torch, or leave sampling.stop empty"
-        )
-    return engine
+    return parts["engine"].make({**offered, "parts": given})
 
 
 def worker_engine(

@@ -41,7 +41,7 @@ from grpo_cli.model import packed
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.meter import Meter
-from grpo_cli.types import Finish
+from grpo_cli.types import Finish, Request
 
 FAMILIES = [family for family in CONFIGS if family != "bert"]
 
@@ -122,6 +122,15 @@ def test_what_is_stopped_goes_on_where_it_was() -> None:
     requests = [replace(one, sampling=word) for one, word in zip(requests, words, strict=True)]
     found = finished_in_rounds(generating(model, sampler=micro(slots=5)), requests)
     assert same(found, generating(model).generate(requests))
+
+
+def test_a_long_prompt_and_a_long_reply_are_made_apart_if_the_context_does_not_hold_both_at_once() -> None:
+    model, requests = foreign_model("gpt2"), some_requests(2, 1)
+    long, short = (replace(one.prompt, token_ids=(3,) * count) for one, count in zip(requests, (250, 2), strict=True))
+    requests = [Request(long, 0, 1, Sampling.plain(6)), Request(short, 0, 2, Sampling.plain(250))]
+    engine = generating(model, eos_token_ids=(-1,))
+    alone = [rollout for one in requests for rollout in engine.generate([one])]
+    assert same(engine.generate(requests), alone)
 
 
 def test_episodes_have_the_turns_that_they_have_elsewhere() -> None:

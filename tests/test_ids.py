@@ -32,6 +32,11 @@ def test_a_list_of_prompts_with_an_id_twice_is_refused_before_the_first_rollout(
             evaluate(FakeEngine(), task, some, Sampling.plain(128), k=2, seed=0)
 
 
+def test_a_prompt_without_tokens_is_refused():
+    with pytest.raises(UserError, match="'c' has no tokens"):
+        Epochs([A, replace(B, id="c", token_ids=())], per_step=1, seed=0)
+
+
 def test_the_engine_refuses_two_prompts_of_one_id_and_takes_equal_ones_for_one():
     """It keeps each prompt's keys under its id: the second was served with the tokens of the first."""
     engine = make_engine(small_model())

@@ -13,7 +13,7 @@ from made import fptas, infinite, micro
 from orders import GivenLengths
 from small import make_engine, small_model, some_requests
 
-from grpo_cli.engine.assignment import assign, lpt, makespan
+from grpo_cli.engine.assignment import assign, lower_bound, lpt, makespan
 from grpo_cli.engine.scheduling import Fifo, Lpt, Scheduler, Sjf, planned_steps
 from grpo_cli.engine.sequence import Sequence
 from grpo_cli.settings import Sampling
@@ -85,6 +85,11 @@ def test_a_plan_keeps_its_word(lengths, slots, epsilon, max_states, shuffler):
     shuffled = assign(moved, slots, epsilon, max_states)
     loads = [sorted([of[job] for job in one] for one in p) for p, of in ((plan, lengths), (shuffled, moved))]
     assert loads[0] == loads[1]
+
+
+def test_equal_jobs_are_known_to_be_divided_in_the_best_way_without_a_search():
+    """Of 1,000 jobs of 10, some slot of three has 334."""
+    assert lower_bound([10] * 1000, 3) == 3340 == makespan(assign([10] * 1000, 3, 0.1, max_states=-1), [10] * 1000)
 
 
 @pytest.mark.parametrize("make", SCHEDULERS)

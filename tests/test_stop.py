@@ -9,7 +9,9 @@ import pytest
 from made import infinite
 from small import contents, make_engine, small_model, some_requests
 
+from grpo_cli.collect.resuming import remaining_request
 from grpo_cli.engine.torch_engine import TorchEngine
+from grpo_cli.experimental.given import begun_with
 from grpo_cli.types import Finish, Rollout
 
 LETTERS = "_.abcdefghijklmnopqrstuvw"
@@ -50,3 +52,17 @@ def test_a_rollout_is_cut_after_the_token_that_completes_a_string():
             assert stopped[name] == (rollout.token_ids[:count], rollout.sampler_logprobs[:count], reason)
             reasons.add(reason)
         assert ("stop" in reasons) == (stop != STOPS[-1])  # the case has cases
+
+
+@pytest.mark.bits
+def test_strings_in_the_tokens_that_a_rollout_begins_with_do_not_end_it():
+    """`ab` and, across their end, `b` and another letter."""
+    given = tuple(map(LETTERS.index, "cab"))
+    begun = [remaining_request(begun_with(one, given, one.sample, "hint")) for one in some_requests(n=6)]
+    plain = {one.request.seed: one for one in engine().generate(begun)}
+    stop = ("ab", *("b" + letter for letter in "cdefg"))
+    stopping = [replace(one, sampling=replace(one.sampling, stop=stop)) for one in begun]
+    for stopped in engine().generate(stopping):
+        texts = [decode((*given, *plain[stopped.request.seed].token_ids[:count])) for count in range(len(stopped) + 1)]
+        new = [any(text.count(string) > (string == "ab") for string in stop) for text in texts]
+        assert new == [False] * len(stopped) + [stopped.finish is Finish.STOP]

@@ -112,11 +112,7 @@ class StepCollection:
             if self._prompts.setdefault(prompt.id, prompt) != prompt:
                 raise UserError(f"the collector requests two prompts with the id {prompt.id!r}: give each its own")
             own = self._rollouts.setdefault(prompt.id, {})
-            new = (
-                requests_for([prompt], len(own) + count, self.sampling, self.seed, self.step)[len(own) :]
-                if count
-                else ()
-            )
+            new = requests_for([prompt], len(own) + count, self.sampling, self.seed, self.step)[len(own) :]
             for rollout in added or map(unstarted, new):
                 name = prompt.id, rollout.request.sample
                 if not rollout.is_partial and rollout.request.sample not in own:
@@ -247,7 +243,7 @@ class StepCollection:
     @property
     def stats(self) -> EngineStats:
         """Return the total cost of all rounds."""
-        return together(self._spent.costs) if self._spent.costs else EngineStats()
+        return together(self._spent.costs or [EngineStats()])
 
     def metrics(self) -> dict[str, float]:
         """Return counts of rollouts, and the collector's notes."""

@@ -26,11 +26,14 @@ def seed_of(*names: object) -> int:
 
 
 def check_ids(prompts: Iterable[Prompt], which: str) -> None:
-    """Raise UserError for two prompts with the same id, which identifies seeds, groups and what is learnt."""
+    """Raise UserError for a prompt without tokens, and for two of one id, which identifies seeds, groups and what is
+    learnt."""
     numbers: dict[str, int] = {}
     for number, prompt in enumerate(prompts, 1):
         if not isinstance(prompt.token_ids, tuple):
             raise UserError(f"prompt {prompt.id!r} has a {type(prompt.token_ids).__name__} of token_ids: give a tuple")
+        if not prompt.token_ids:
+            raise UserError(f"prompt {prompt.id!r} has no tokens: give at least one")
         first = numbers.setdefault(prompt.id, number)
         if first != number:
             raise UserError(

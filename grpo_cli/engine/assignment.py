@@ -15,8 +15,9 @@ MAX_STATES = 20_000
 
 
 def lower_bound(lengths: Seq[int], slots: int) -> int:
-    """Return a lower bound of the makespan: the longest job, or an equal share of all the work."""
-    return max(max(lengths), -(-sum(lengths) // slots))
+    """Return a lower bound of the makespan: the longest job, an equal share of all the work, or as many of the shortest
+    jobs as some slot has."""
+    return max(max(lengths), -(-sum(lengths) // slots), -(-len(lengths) // slots) * min(lengths))
 
 
 def makespan(lists: Seq[Seq[int]], lengths: Seq[int]) -> int:
@@ -50,7 +51,7 @@ def trimmed_programme(lengths: Seq[int], slots: int, epsilon: float, below: int,
     order = sorted(range(len(lengths)), key=lambda job: -lengths[job])
     # Loads are whole: a smaller cell would merge nothing.
     cell = max(1.0, epsilon * lower_bound(lengths, slots) / len(lengths))
-    loads, choices = np.zeros((1, slots), dtype=np.int64), np.zeros((1, 0), dtype=np.int64)
+    loads, choices = np.zeros((1, slots), dtype=np.int64), np.zeros((1, 0), dtype=np.int8)
     for job in order:
         grown = (loads[:, None] + lengths[job] * np.eye(slots, dtype=np.int64)).reshape(-1, slots)
         alive = np.flatnonzero(grown.max(axis=1) < below)
@@ -58,7 +59,7 @@ def trimmed_programme(lengths: Seq[int], slots: int, epsilon: float, below: int,
         kept = alive[first]
         if len(kept) == 0 or len(kept) > max_states:
             return None
-        loads, choices = grown[kept], np.hstack([choices[kept // slots], kept[:, None] % slots])
+        loads, choices = grown[kept], np.hstack([choices[kept // slots], (kept[:, None] % slots).astype(np.int8)])
     best = choices[loads.max(axis=1).argmin()]
     return [[job for job, chosen in zip(order, best, strict=True) if chosen == slot] for slot in range(slots)]
 

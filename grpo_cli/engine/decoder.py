@@ -184,7 +184,7 @@ class Decoder:
         """Feed one token per row: write each row's key and value, and return the last hidden state."""
         note = evictor.add_attention if evictor is not None and evictor.policy.needs_received else None
         attend = self.backend(rows, cache, self.scale, note)
-        attend = attend if evictor is None else evictor.recording_queries(rows, attend)
+        attend = attend if evictor is None else evictor.of_step(rows, attend)
         return self.run(rows.tokens, rows.positions, attend, self.compiled or self.functions)
 
     def run(

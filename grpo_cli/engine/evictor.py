@@ -48,7 +48,7 @@ class Evictor:
     def __init__(
         self, policy: Budget, layout: KvLayout, slots: int, blocks: tuple[int, int], scale: float, device: torch.device
     ) -> None:
-        """`blocks`: the most of a sequence's own and of its prompt."""
+        """Make room for the statistics; `blocks` are the most of a sequence's own and of its prompt."""
         self.policy, self._scale, self._device = policy, scale, device
         self._at_once = max(1, slots // layout.layers)
         self._prompt_width = 0 if policy.protect_prompt else BLOCK * blocks[1]
@@ -89,8 +89,9 @@ class Evictor:
         """Keep the statistics of a sequence whose slot another one takes."""
         sequence.statistics = tuple(one[:, sequence.slot].clone() for one in self._statistics)
 
-    def recording_queries(self, rows: Rows, attend: Attention) -> Attention:
-        """Return the attention of a step which records the queries, too."""
+    def of_step(self, rows: Rows, attend: Attention) -> Attention:
+        """Return the attention of a step over these rows, to which `add_attention` adds; it records the queries that
+        the policy needs."""
         self._slots, self._own = rows.slots, BLOCK * rows.own.shape[1]
         if self._queries is None:
             return attend

@@ -62,7 +62,7 @@ class MeanLength:
     """The mean length so far: of the prompt if it was seen before, else of all prompts; nothing before the first.
 
     All samples of a prompt get one prediction, so it can order prompts but not the samples of one. Each `learn`
-    multiplies the weight of earlier lengths by `decay`.
+    multiplies the weight of earlier lengths by `decay`: of all, and of each prompt that it has.
     """
 
     prefix_tokens = 0

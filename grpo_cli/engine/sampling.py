@@ -75,7 +75,7 @@ def row_sampling(settings: Sequence[Sampling], device: torch.device, natively: b
 
 
 def draw(logits: Float[Tensor, "R V"], uniform: Float[Tensor, "R"], by: RowSampling) -> tuple[Tensor, Tensor]:
-    """Draw one token per row; returns them with their log-probabilities, float32, which are 0 in greedy rows."""
+    """Draw one token per row; return them with their log-probabilities, float32, which are 0 in greedy rows."""
     if by.natively and not by.truncated:
         return ops.draw(logits, uniform, by.temperature)
     few = rows_at_once(logits.shape[1])

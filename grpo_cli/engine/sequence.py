@@ -79,7 +79,6 @@ class Sequence:
 
     def ends(self, eos: Collection[int], decode: Decode | None, in_turns: bool = False) -> bool:
         """Return True, and set `finish`, if it, or its turn, ends with the token that was sampled last."""
-        self.finish = None
         if self.tokens[-1] in eos:
             self.finish = Finish.EOS
         elif self._tail and self._stops(decode):
@@ -89,12 +88,13 @@ class Sequence:
         return self.finish is not None
 
     def _stops(self, decode: Decode | None) -> bool:
-        """True if the end of its turn contains a stop string."""
+        """True if the end of its turn contains a stop string, other than in tokens that it began with."""
         assert decode is not None, "stop strings need a decoder"
         start = max(len(self.tokens) - self._tail, self._turn_start)
         before = self.request.prompt.token_ids[start:] if start < 0 else ()
-        text = decode([*before, *self.tokens[max(0, start) :]])
-        return any(string in text for string in self.request.sampling.stop)
+        tail = [*before, *self.tokens[max(0, start) :]]
+        text, known = decode(tail), decode(tail[:-1]) if start < 0 else ""
+        return any(text.count(string) > known.count(string) for string in self.request.sampling.stop)
 
     def has_room(self, tokens: int) -> bool:
         """True if it can make another token after so many."""

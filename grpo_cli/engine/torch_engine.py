@@ -72,8 +72,8 @@ class TorchEngine(SequenceEngine):
         answers: EnvironmentAnswers | None = None,
     ) -> Iterator[Rollout]:
         """Yield one rollout per request, in order of finishing. Once `enough` returns True for a finished one, the
-        others are partial, except those that end in the same step. With `answers` a rollout is an episode: its
-        environment answers each turn.
+        others are partial, except those that end, or whose environment ends them, in the same step. With `answers` a
+        rollout is an episode: its environment answers each turn.
         """
         self._stats = EngineStats()
         self._check(requests)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from itertools import groupby
 from typing import Any
 from unittest.mock import patch
 
@@ -67,11 +66,19 @@ class GenerateEngine(ServingEngine):
         return {}
 
     def _advance(self, serving: Serving, entered: Seq[Sequence]) -> None:
-        """Bring a round to its end. Prompts that may not be padded are read in parts of one length."""
-        length = (lambda sequence: 0) if self._pads else (lambda sequence: sequence.prompt_length)
-        for _, part in groupby(sorted(entered, key=length), length):
+        """Bring a round to its end, in parts within the context, where the longest prompt meets the longest reply.
+        Prompts that may not be padded are in parts of one length."""
+        context, parts = context_of(unwrapped(self._parts.model).config), list[list[Sequence]]()
+        for sequence in sorted(entered, key=lambda one: one.prompt_length):
+            together = [*parts[-1], sequence] if parts else [sequence]
+            fits = sequence.prompt_length + max(one.limit for one in together) <= context
+            if parts and fits and (self._pads or together[0].prompt_length == sequence.prompt_length):
+                parts[-1] = together
+            else:
+                parts.append([sequence])
+        for part in parts:
             if not serving.stopped:
-                self._round(serving, list(part))
+                self._round(serving, part)
 
     def _round(self, serving: Serving, sequences: Seq[Sequence]) -> None:
         """Call the model's `generate` once. A row that has ended is computed on until all have, and its further tokens

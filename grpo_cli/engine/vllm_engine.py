@@ -70,6 +70,8 @@ class VllmEngine(ServingEngine):
 
     def _start(self, requests: Seq[Request]) -> Mapping[str, float]:
         more = ", or raise engine.max_model_len, engine.memory or sampler.kv_budget if they limit it"
+        if self._llm is not None and _longest(requests) > self._limit():
+            self.close()  # it was started for shorter requests
         check_context(requests, self._limit(), more)
         for temperature in (request.sampling.temperature for request in requests):
             if not (temperature == 0 or 0.01 <= temperature <= 2):
@@ -176,7 +178,7 @@ class VllmEngine(ServingEngine):
         return min(context, self._max_model_len or context)
 
     def _wake(self, requests: Seq[Request]) -> float:
-        """Take memory and copy the policy's weights; returns the seconds of the copy."""
+        """Take memory and copy the policy's weights; return the seconds of the copy."""
         if self._llm is None:
             self._build(requests)
         if self._asleep:
@@ -208,9 +210,9 @@ class VllmEngine(ServingEngine):
             dtype = torch.get_autocast_dtype(self._device.type)
         self._served.check_dtype(dtype, self._device)
         block = self._served.token_bytes(dtype) * self._block
-        longest = max(len(request.prompt.token_ids) + request.sampling.max_new_tokens for request in requests)
-        rows, at_once = -(-longest // self._block), parts.rollouts_per_step or len(requests)
-        self._slots = parts.sampler.slots_for(at_once, at_once)
+        longest = _longest(requests)
+        rows, per_step = -(-longest // self._block), parts.rollouts_per_step
+        self._slots = parts.sampler.slots_for(max(len(requests), per_step or 0), per_step)
         blocks = 1 + self._slots * rows  # vLLM keeps one block for itself
         if (budget := parts.sampler.budget_for((1 + rows) * block)) is not None:
             blocks = budget // block
@@ -278,3 +280,8 @@ class VllmEngine(ServingEngine):
     def update_weights(self) -> None:
         """Have the next `generate` copy the weights first, when the update's memory is free again."""
         self._stale = True
+
+
+def _longest(requests: Seq[Request]) -> int:
+    """Return the most tokens of a request, prompt and reply together."""
+    return max(len(request.prompt.token_ids) + request.sampling.max_new_tokens for request in requests)

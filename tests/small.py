@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from made import full
-from tiny_hf import FAMILIES, _randomise
+from tiny_hf import random_model
 from transformers import PreTrainedModel
 
 from grpo_cli.collect.requests import seed_of
@@ -37,17 +37,8 @@ VOCABULARY, EOS = 24, 1
 
 def small_model(family: str = "qwen2", *, seed: int = 0, **config: Any) -> PreTrainedModel:
     """A random model whose every weight counts; float32, in evaluation mode."""
-    config_class, model_class = FAMILIES[family]
-    settings: dict[str, Any] = dict(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, head_dim=8)
-    settings |= dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256)
-    settings |= dict(tie_word_embeddings=True, pad_token_id=0, eos_token_id=EOS)
-    if family == "mistral":
-        settings["sliding_window"] = None
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = model_class(config_class(**(settings | config)))
-        _randomise(model)
-    return model.eval()
+    ids = {"vocab_size": VOCABULARY, "pad_token_id": 0, "eos_token_id": EOS}
+    return random_model(family, seed, **(ids | config)).eval()
 
 
 def adapted_model() -> Any:
@@ -99,9 +90,7 @@ def holds_bits(model: Any) -> bool:
 def require_bits(model: Any) -> None:
     """Skips a test of bits, saying so, where the engine finds that they cannot be held for this model."""
     if not holds_bits(model):
-        pytest.skip(
-            f"bits cannot be held here: {torch.get_num_threads()} threads, MKL_CBWR={os.environ.get('MKL_CBWR')}"
-        )
+        pytest.skip(f"bits cannot be held: {torch.get_num_threads()} threads, MKL_CBWR={os.environ.get('MKL_CBWR')}")
 
 
 def engine_of(choice: str, model: Any, **words: Any) -> Any:
@@ -198,9 +187,7 @@ def plain_batch(mask: Any, input_ids: torch.Tensor | None = None, **fields: Any)
     for name, value in fields.items():
         given[name] = value[:, None].expand(response.shape) if value is not None and value.dim() == 1 else value
     rows = {"group": torch.tensor([known.index(one) for one in prompts], dtype=torch.long), "lengths": own.sum(1)}
-    return Batch(
-        tuple(known), **rows, **{name: value if value is None else value[own] for name, value in given.items()}
-    )
+    return Batch(tuple(known), **rows, **{key: value if value is None else value[own] for key, value in given.items()})
 
 
 def advantages_of(rule: Any, rewards: Sequence[float | Reward], kept: Sequence[int] | None = None, **words: Any) -> Any:

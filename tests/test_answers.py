@@ -59,24 +59,13 @@ LENIENT = [
     ("\\boxed{}: 5", "5"),
     ("The answer is \\boxed{5", "5"),
 ]
-NO_ANSWER = [
-    "",
-    "eighteen",
-    "version 3.5.2",
-    "H2O",
-    "1/0",
-    "0x1F",
-    "The answer is 7.\n#### 3 + 4",
-    "7 or \\boxed{5, 6}",
-]
-NO_ANSWER += ["7 or \\boxed{5\\pi}", "9" * (MAX_DIGITS + 1), "9999999^999", "\\boxed{5!}", "\\boxed{5x}"]
+NO_ANSWER = ["", "eighteen", "version 3.5.2", "H2O", "1/0", "0x1F", "The answer is 7.\n#### 3 + 4", "9999999^999"]
+NO_ANSWER += ["7 or \\boxed{5, 6}", "7 or \\boxed{5\\pi}", "9" * (MAX_DIGITS + 1), "\\boxed{5!}", "\\boxed{5x}"]
 NO_ANSWER += ["#### 5:30", "#### 5 - 10", "#### 1,2", "#### 1/2/3", "#### 1e4000", "#### 5 or 6", "#### 12_2"]
 NO_ANSWER += ["#### 3^{1/2}", "#### 5 and a half", "<answer>12:00</answer>", "7 or <answer>18 or 19</answer>"]
 
 
-@pytest.mark.parametrize(
-    ("text", "value", "marked"), [*((*it, True) for it in MARKED), *((*it, False) for it in LENIENT)]
-)
+@pytest.mark.parametrize(("text", "value", "marked"), [*((*x, True) for x in MARKED), *((*x, False) for x in LENIENT)])
 def test_a_number_is_marked_or_stated_or_last(text: str, value: str, marked: bool) -> None:
     assert final_number(text) == (Fraction(value), marked)
 

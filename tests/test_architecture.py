@@ -15,11 +15,8 @@ PACKAGE = Path(grpo_cli.__file__).parent
 TABLE = (PACKAGE / "docs" / "architecture.md").read_text(encoding="utf-8").partition("## Who imports whom")[2]
 ROWS = re.findall(r"^\| \d+ \| `([^`]+)`", TABLE, re.MULTILINE)
 ROW = {room: row for row, rooms in enumerate(ROWS) for room in rooms.split()}
-FILES = {
-    file.relative_to(PACKAGE).with_suffix("").as_posix(): file
-    for file in PACKAGE.rglob("*.py")
-    if file.name != "__init__.py"
-}
+MODULES = [file for file in PACKAGE.rglob("*.py") if file.name != "__init__.py"]
+FILES = {file.relative_to(PACKAGE).with_suffix("").as_posix(): file for file in MODULES}
 TREES = {module: ast.parse(file.read_text(encoding="utf-8")) for module, file in FILES.items()}
 
 

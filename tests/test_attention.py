@@ -44,9 +44,8 @@ class Case:
         random, drawn = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
         self.held, rows = held, len(held)
         free = iter(random.permutation(256).tolist())
-        own, shared = (
-            [[next(free) for _ in range(blocks_for(n))] for n in of] for of in ([n + 1 for n in held], prompts)
-        )
+        ends = [n + 1 for n in held]
+        own, shared = ([[next(free) for _ in range(blocks_for(n))] for n in of] for of in (ends, prompts))
         self.entries = [int(random.integers(-1, len(prompts))) for _ in held]  # -1: none
         self.own, self.of_prompts = own, [shared[entry] if entry >= 0 else [] for entry in self.entries]
         self.seen = [prompts[entry] if entry >= 0 else 0 for entry in self.entries]

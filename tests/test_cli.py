@@ -105,9 +105,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("arguments", "keys"), REFUSED.items(), ids=[words[:50] for words in REFUSED])
-def test_what_a_person_got_wrong_is_one_message_and_exit_code_2(
-    elsewhere, arguments: str, keys: tuple[str, ...]
-) -> None:
+def test_what_a_person_got_wrong_is_one_message_and_exit_code_2(elsewhere, arguments, keys):
     (elsewhere / "empty").mkdir()
     said = refused(*arguments.split())
     assert [key for key in keys if key not in said] == [], said
@@ -140,9 +138,7 @@ def test_unknown_words_are_named_together_each_with_its_way_out():
         assert line.startswith(f"  - {key} ") and way_out in line
 
 
-def test_errors_of_ours_keep_their_traceback_runs_share_no_folder_and_find_modules_of_the_current_one(
-    monkeypatch, elsewhere
-):
+def test_errors_of_ours_keep_their_traceback_and_runs_share_no_folder_and_find_own_modules(monkeypatch, elsewhere):
     """A module of the current folder can be named, and hides none that is installed."""
     (elsewhere / "my_rules_for_this_test.py").write_text("mine = 1\n")
     (elsewhere / "json.py").write_text("raise RuntimeError('hides the library')\n")

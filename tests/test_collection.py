@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from bank import InOrder, Scripted, collection_of
-from test_train import lasting, make_trainer, newest, settings_for
-from typed import done, json_lines, refused
+from test_train import make_trainer, newest, settings_for
+from typed import done, json_lines, lasting, refused
 
 import grpo_cli.collect.collection as collection_module
 from grpo_cli.collect.collection import StepCollection

@@ -164,10 +164,7 @@ def test_settings_that_cannot_work_are_refused_by_their_key(words: str, key: str
         ("train.steps=0 n=0 m=-1 optim.lr=x", ("train.steps=0", "n=0", "m=-1", "optim.lr=x")),
         ("n=0 optim.lr=-1 seed=true device=tpu +sead=3", ("n=0", "optim.lr=-1", "seed=true", "device=tpu", "sead")),
         ("n=0 sampler=micro sampler.slots=0 loss.kl_coef=-1", ("n=0", "sampler.slots=0", "loss.kl_coef=-1")),
-        (
-            "n=8 m=9 optim.weight_decay=9999 scheduler=lpt predictor=none",
-            ("m=9", "optim.weight_decay", "scheduler=lpt"),
-        ),
+        ("n=8 m=9 optim.weight_decay=9e9 scheduler=lpt predictor=none", ("m=9", "optim.weight_decay", "scheduler=lpt")),
     ],
 )
 def test_all_errors_are_listed_at_once_and_none_twice(words: str, keys: tuple[str, ...]) -> None:
@@ -200,10 +197,8 @@ def continued(tmp_path: Path, *typed: str) -> RunSettings:
 
 
 def test_a_resumed_run_has_its_recorded_settings_and_what_is_typed(tmp_path: Path) -> None:
-    same, other = (
-        continued(tmp_path),
-        continued(tmp_path, "optim.lr=1e-5", "n=8", "task=jsonl", "+task.weights.short=0.5"),
-    )
+    same = continued(tmp_path)
+    other = continued(tmp_path, "optim.lr=1e-5", "n=8", "task=jsonl", "+task.weights.short=0.5")
     assert (same.n, same.m, same.seed, same.optim.lr, same.parts["task"]["path"]) == (4, 4, 5, 3e-4, "x.jsonl")
     assert same.parts["task"]["template"] == r"it's \ C:\ ${n} {question}"
     assert (other.n, other.m, other.optim.lr, other.seed) == (8, 8, 1e-5, 5), "m follows n as it did"

@@ -97,9 +97,8 @@ ENDED |= {"first_accuracy": 0.5, "final_accuracy": 0.71, "final_accuracy_step": 
 
 def test_a_run_ends_with_what_can_be_typed_next():
     commands = [f"grpo {command} 'a b/R'" for command in ("show", "report", "export")]
-    assert all(
-        word in line for word, line in zip(commands, [*ending(ENDED, 200, Path("a b/R"), EVAL)][1:], strict=True)
-    )
+    _, *lines = ending(ENDED, 200, Path("a b/R"), EVAL)
+    assert all(word in line for word, line in zip(commands, lines, strict=True))
     stopped = {**ENDED, "status": "interrupted", "step": 7, "stopped_by": "SIGTERM"}
     assert "resume=R" in [*ending(stopped, 200, Path("R"), {})][-1]
     assert len([*ending({**stopped, "step": 0}, 200, Path("R"), {})]) == 2  # it has neither completions nor curves

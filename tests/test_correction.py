@@ -12,10 +12,12 @@ import made
 import pytest
 import torch
 from small import completions, plain_batch, small_model
+from test_advantage import close as near
 from test_learner import make_learner
 from test_passes import make_batch
 from test_seams import Spy, close, quiet, said_by
-from test_train import Recorder, lasting, make_trainer
+from test_train import Recorder, make_trainer
+from typed import lasting
 
 from grpo_cli.collect.collection import StepCollection
 from grpo_cli.config.choices import choices
@@ -52,10 +54,6 @@ def apply(part: Correction, xi: list[list[float]], mask: list[list[int]] | None 
     garbage = valid == 0
     verdict = asked(part, sampler.masked_fill(garbage, math.nan), policy.masked_fill(garbage, -math.inf), ~garbage)
     return verdict.weights.tolist(), verdict.mask.int().tolist(), verdict.metrics
-
-
-def near(values):
-    return pytest.approx(values, rel=1e-5, abs=1e-7)
 
 
 def test_nothing_is_corrected_by_default_and_everything_is_measured():
@@ -202,18 +200,15 @@ def mean_gradient(policy: Table, sampler: torch.Tensor, rule: Any) -> torch.Tens
     ids = torch.tensor([[0, a, b] for a in range(3) for b in range(3)])
     mask = torch.ones(9, 3, dtype=torch.bool)
     mask[:, 0] = False
-    token_ages = torch.full((9, 3), 2)
-    batch = plain_batch(
-        mask, input_ids=ids, sampler_logprobs=sampler.float(), advantages=REWARDS, token_ages=token_ages
-    )
+    ages = torch.full((9, 3), 2)
+    batch = plain_batch(mask, input_ids=ids, sampler_logprobs=sampler.float(), advantages=REWARDS, token_ages=ages)
     batch = corrected(batch, verdict_on(rule, batch, policy.logprobs().detach().float()[:, 1:].flatten()))
     chances = sampler.sum(dim=1).exp()
     gradient = torch.zeros_like(policy.logits)
     for string, chance in enumerate(chances.tolist()):
         # One sequence, of at most one token: the sum over what it has.
-        output = made.loss(aggregation="constant")(
-            policy.logprobs()[string, 1:], rows_of(batch, torch.tensor([string])), Totals(1, 2, 1)
-        )
+        part = rows_of(batch, torch.tensor([string]))
+        output = made.loss(aggregation="constant")(policy.logprobs()[string, 1:], part, Totals(1, 2, 1))
         gradient += chance * torch.autograd.grad(output.loss, policy.logits)[0]
     return gradient
 

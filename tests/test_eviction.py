@@ -83,9 +83,7 @@ def slow_redundancy(keys: Tensor, threshold: float) -> list[float]:
     return [math.exp(mean) / total for mean in means]
 
 
-def slow_scores(
-    policy: Budget, keys: Tensor, queries: Tensor, scale: float, paid: Sequence[Sequence[float]]
-) -> list[float]:
+def slow_scores(policy: Budget, keys: Tensor, queries: Tensor, scale: float, paid: list[list[float]]) -> list[float]:
     """The scores of one head: keys [T, D], queries [G, W, D]; `paid`: for each step, what it paid to each key (0 for
     keys that came later), already the mean over the group."""
     old = range(len(keys) - policy.window)
@@ -256,9 +254,7 @@ PAUSED: dict[str, Any] = dict(sampler=infinite(slots=2), scheduler=Lpt(), predic
 
 @pytest.mark.parametrize("parts", [{"sampler": infinite(slots=4)}, PAUSED], ids=["", "paused"])
 @pytest.mark.parametrize(("policy", "words"), KINDS)
-def test_a_rollout_is_what_its_evictions_say(
-    policy: type[Budget], words: dict[str, Any], parts: dict[str, Any]
-) -> None:
+def test_a_rollout_is_what_its_evictions_say(policy: type[Budget], words: Any, parts: Any) -> None:
     """The sampler's log-probabilities are those of a replay under the recorded masks, and not the dense ones; each
     recorded choice is the one of scores computed by slow loops from the replay's own queries, keys and weights."""
     requests = some_requests(prompts=2, n=3, tokens=40)

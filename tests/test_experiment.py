@@ -77,11 +77,7 @@ def test_a_part_gets_its_own_words_and_the_objects_that_it_names(user_module):
 @pytest.mark.parametrize(
     ("changed", "key", "way_out"),
     [
-        (
-            {"advantage": made.part("advantage", "grpo", stat_over="kept")},
-            "advantage.stat_over",
-            "mean advantage.stats_",
-        ),
+        ({"advantage": made.part("advantage", "grpo", stat_over=1)}, "advantage.stat_over", "mean advantage.stats_"),
         ({"downsample": {"_target_": "nowhere.rule"}}, "downsample._target_=nowhere.rule", "module.name"),
         ({"downsample": {"_target_": "user_rules.too_few"}}, "user_rules.too_few", "return 2 different"),
         ({"downsample": {"_target_": "user_rules.infinite"}}, "downsample._target_", "(group, keep, rng)"),

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -27,13 +26,6 @@ SHORT = ("train.steps=2", "train.prompts=4", "n=4", "sampling.max_new_tokens=48"
 MOVED = ("optim.lr=0.02", "optim.warmup_steps=0", "logger=jsonl")  # far enough to change answers
 TINY = Path(str(files("grpo_cli.model") / "tiny"))
 CHECKPOINT = "checkpoints/step_000002"
-
-
-unexported = partial(refused, "export")
-
-
-def loaded(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +54,8 @@ def answers(checkpoint: Path, folder: Path) -> dict[str, str]:
 
 def generated(folder: Path, prompts: list[str]) -> dict[str, str]:
     """The same of plain `transformers`."""
-    model, tokenizer = loaded(folder), AutoTokenizer.from_pretrained(folder, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     asked = tokenizer(prompts, return_tensors="pt", padding=True)
     made = model.generate(**asked, do_sample=False, max_new_tokens=48)[:, asked["input_ids"].shape[1] :]
     return dict(zip(prompts, tokenizer.batch_decode(made, skip_special_tokens=True), strict=True))
@@ -85,7 +78,8 @@ def test_transformers_answers_50_of_50_problems_as_the_run_does(
 
 def test_the_card_says_the_recipe_and_weights_have_the_precision_that_is_asked_for(whole: Path, tmp_path: Path):
     done("export", whole, tmp_path / "my model", "--dtype", "bfloat16")
-    assert {weight.dtype for weight in loaded(tmp_path / "my model").parameters()} == {torch.bfloat16}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "my model")
+    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
     config = GenerationConfig.from_pretrained(tmp_path / "my model").to_dict()  # as rollouts were
     wanted = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_new_tokens": 48, "pad_token_id": 0}
     assert {key: config[key] for key in wanted} == wanted and config["eos_token_id"] == [1]
@@ -102,9 +96,7 @@ def test_the_card_says_the_recipe_and_weights_have_the_precision_that_is_asked_f
     assert not any(word.startswith(("logger", "model.path", "hydra")) for word in recipe)
 
 
-def test_adapters_go_into_a_base_that_has_moved_with_its_chat_template_and_ends_and_without_its_penalties(
-    tmp_path: Path,
-):
+def test_adapters_go_into_a_base_that_has_moved_with_its_template_and_ends_and_without_its_penalties(tmp_path: Path):
     base, out, moved = Path(shutil.copytree(TINY, tmp_path / "base")), tmp_path / "out", tmp_path / "moved"
     tokenizer = AutoTokenizer.from_pretrained(base)
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -118,7 +110,7 @@ def test_adapters_go_into_a_base_that_has_moved_with_its_chat_template_and_ends_
     done("export", tmp_path / "r", tmp_path / "small", "--base", moved)
     kept = load_file(tmp_path / "small" / "adapter_model.safetensors").values()
     assert {weight.dtype for weight in kept} == {torch.float32}
-    assert f"model.path={base}" in unexported(tmp_path / "r", out, "--merge") and not out.exists()
+    assert f"model.path={base}" in refused("export", tmp_path / "r", out, "--merge") and not out.exists()
     done("export", tmp_path / "r", out, "--merge", "--base", moved)
     assert AutoTokenizer.from_pretrained(out).chat_template == tokenizer.chat_template
     config = GenerationConfig.from_pretrained(out)
@@ -139,14 +131,14 @@ def test_what_cannot_be_exported_is_refused_and_nothing_is_written_over(run: Pat
         ((tmp_path, out), "holds no complete checkpoint; name a run"),
         *(((run, place), "is not an empty folder; name a new one") for place in (theirs, tmp_path / "mine.txt")),
     ):
-        assert message in unexported(*words)
+        assert message in refused("export", *words)
     assert content(tmp_path) == before
     newest = Path(shutil.copytree(whole, tmp_path / "newest"))
     (newest / CHECKPOINT / "model.safetensors").write_bytes(b"")
     assert "passed over step_000002: model.safetensors has changed" in done("export", newest, out)
     assert "| steps | 0 |" in (out / "README.md").read_text()
     (newest / "run.json").write_text("{")
-    assert "run.json is damaged" in unexported(newest, tmp_path / "no") and not (tmp_path / "no").exists()
+    assert "run.json is damaged" in refused("export", newest, tmp_path / "no") and not (tmp_path / "no").exists()
 
 
 def test_a_disk_that_is_full_at_the_end_leaves_nothing(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -156,5 +148,5 @@ def test_a_disk_that_is_full_at_the_end_leaves_nothing(run: Path, tmp_path: Path
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("grpo_cli.cli.export.write_card", full)
-    assert "No space left on device" in unexported(run, tmp_path / "out")
+    assert "No space left on device" in refused("export", run, tmp_path / "out")
     assert content(tmp_path) == before

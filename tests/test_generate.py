@@ -11,21 +11,12 @@ from typing import Any
 
 import made
 import pytest
+import small
 import torch
 from families import CONFIGS, foreign_folder, foreign_model
 from made import micro
 from safetensors.torch import load_file
-from small import (
-    contents,
-    engine_of,
-    finished_in_rounds,
-    make_engine,
-    plain_batch,
-    policy_logprobs,
-    small_model,
-    some_and_the_rest,
-    some_requests,
-)
+from small import contents, engine_of, make_engine, small_model, some_requests
 from talk import Talk
 from test_turns import played, said
 from torch.nn.utils.rnn import pad_sequence
@@ -67,9 +58,7 @@ SERVED = [
 
 
 @pytest.mark.parametrize(("family", "config"), SERVED, ids=str)
-def test_sampler_and_learner_are_the_model(
-    family: str, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sampler_and_learner_are_the_model(family: str, config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of prompts of several lengths, longer than a sliding window, and whatever the model's own generation config would
     do to its logits; with the attention that a GPU has in float32 too."""
     model = foreign_model(family) if family in CONFIGS else small_model(family, **config)
@@ -83,13 +72,13 @@ def test_sampler_and_learner_are_the_model(
         packed.allow_packing(model) if family not in CONFIGS else None
         rollouts = list(generating(model, sampler=sampler).generate(requests))
         assert any(set(one.token_ids) & set(suppressed) for one in rollouts)
-        expected = [policy_logprobs(untouched, one) for one in rollouts]
+        expected = [small.policy_logprobs(untouched, one) for one in rollouts]
         for one, logprobs in zip(rollouts, expected, strict=True):
             torch.testing.assert_close(torch.tensor(one.sampler_logprobs), logprobs, rtol=0, atol=1e-5)
         rows = [torch.tensor([*one.request.prompt.token_ids, *one.token_ids]) for one in rollouts]
         ids, at = pad_sequence(rows, batch_first=True), torch.arange(max(map(len, rows)))
         ends, replies = (torch.tensor([*map(len, of)])[:, None] for of in (rows, rollouts))
-        batch = plain_batch((at >= ends - replies) & (at < ends), input_ids=ids)
+        batch = small.plain_batch((at >= ends - replies) & (at < ends), input_ids=ids)
         torch.testing.assert_close(learner.logprobs(model, batch), torch.cat(expected), rtol=0, atol=1e-5)
     assert model.generation_config.repetition_penalty == 3.0, "what a checkpoint saves is as it was"
 
@@ -120,7 +109,7 @@ def test_what_is_stopped_goes_on_where_it_was() -> None:
     model, requests = foreign_model("phi"), some_requests(2, 4)
     words = [replace(one.sampling, max_new_tokens=3 * place + 4) for place, one in enumerate(requests)]
     requests = [replace(one, sampling=word) for one, word in zip(requests, words, strict=True)]
-    found = finished_in_rounds(generating(model, sampler=micro(slots=5)), requests)
+    found = small.finished_in_rounds(generating(model, sampler=micro(slots=5)), requests)
     assert same(found, generating(model).generate(requests))
 
 
@@ -201,7 +190,7 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize(("family", "words"), some_and_the_rest(RUNS, RUNS[:1]))
+@pytest.mark.parametrize(("family", "words"), small.some_and_the_rest(RUNS, RUNS[:1]))
 def test_a_resumed_run_equals_one_left_alone(family: str, words: tuple[str, ...], tmp_path: Path) -> None:
     folder = foreign_folder(tmp_path / "model", family)
     run_of(tmp_path / "alone", folder, *words).fit()

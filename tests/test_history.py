@@ -9,9 +9,7 @@ from hypothesis import given
 
 from grpo_cli.history import KEPT, UNSEEN, History, Visit
 
-COUNTS = st.lists(
-    st.integers(1, 9).flatmap(lambda tried: st.tuples(st.integers(0, tried), st.just(tried))), max_size=12
-)
+COUNTS = st.lists(st.integers(1, 9).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))), max_size=12)
 
 
 def visited(counts: list[tuple[int, int]]) -> History:

@@ -11,15 +11,13 @@ from pathlib import Path
 import pytest
 from processes import Forked
 from test_export import generated
-from typed import grpo, json_lines, refused
+from typed import content, done, grpo, json_lines, refused
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    result = grpo("init", "my experiment/")
-    assert result.exit_code == 0, result.output
-    place, *commands = result.output.splitlines()
+    place, *commands = done("init", "my experiment/").splitlines()
     assert place == "cd 'my experiment'" and os.listdir(tmp_path) == ["my experiment"]
     page = (tmp_path / "my experiment" / "README.md").read_text()
     assert commands == re.findall("^    (grpo .*)", page, re.MULTILINE)
@@ -82,11 +80,11 @@ def test_settings_of_one_s_own_experiment_and_choices_are_known_beside_one_that_
 
 
 def test_what_is_there_is_not_written_over(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    before = content(folder)
     for there in (folder, folder / "rules.py"):
         result = grpo("init", str(there))
         assert result.exit_code == 2 and f"{there} exists and is not an empty folder; name a new one" in result.output
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    assert content(folder) == before
     (folder.parent / "empty").mkdir()
     with monkeypatch.context() as patch:
         patch.chdir(folder.parent / "empty")

@@ -108,9 +108,7 @@ BOM = b"\xef\xbb\xbf"
         ),
     ],
 )
-def test_rows_are_read_as_they_were_written(
-    tmp_path: Path, name: str, content: bytes, rows: list[tuple[int, str, str]]
-) -> None:
+def test_rows_are_read_as_they_were_written(tmp_path: Path, name: str, content: bytes, rows: list[Any]) -> None:
     (tmp_path / name).write_bytes(content)
     found = read_problems(str(tmp_path / name), "task.path", "question", "answer")
     assert [(row.line, row.question, row.answer) for row in found] == rows
@@ -196,9 +194,7 @@ BAD_TABLES = [
     ("name", "lines", "expected"),
     [*(("p.jsonl", *case) for case in BAD_FILES), *(("p.csv", *case) for case in BAD_TABLES)],
 )
-def test_a_bad_file_is_refused_with_its_place(
-    tmp_path: Path, name: str, lines: list[str | bytes], expected: str
-) -> None:
+def test_a_bad_file_is_refused_with_its_place(tmp_path: Path, name: str, lines: list[Any], expected: str) -> None:
     path = write(tmp_path / name, *lines)
     assert expected.replace("{path}", path) in message_of(lambda: make(path))
 
@@ -222,9 +218,8 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     def load_dataset(*names: str, split: str) -> list[dict[str, str]]:
         asked.append((*names, split))
-        return [
-            {"question": f"{split} {i}", "answer": "one" if split == "bad" else rf"\boxed{{{i}}}"} for i in range(3)
-        ]
+        answers = ["one" if split == "bad" else rf"\boxed{{{i}}}" for i in range(3)]
+        return [{"question": f"{split} {i}", "answer": answer} for i, answer in enumerate(answers)]
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     return asked
@@ -238,9 +233,7 @@ def test_a_hub_data_set_is_read_like_a_file(tmp_path: Path, hub: list[Any]) -> N
     assert hub == [("someone/sums", "train")] * 2 + [("someone/sums", "hard", "bad")]
 
 
-def test_without_a_path_both_splits_come_from_the_hub_and_training_s_when_it_is_asked_for(
-    tmp_path: Path, hub: list[Any]
-) -> None:
+def test_without_a_path_both_splits_come_from_the_hub_and_training_s_once_asked(tmp_path: Path, hub: list[Any]) -> None:
     task = made.task("gsm8k", TOKENIZER)
     assert hub == [("openai/gsm8k", "main", "test")]
     for split in ("train", "eval"):

@@ -94,9 +94,8 @@ def ending_at(requests: Seq[Request], limits: Seq[int]) -> list[Request]:
 SCHEDULERS = [Fifo, Sjf, Lpt, fptas, AnyOrder]
 PREDICTORS = [NoPredictor, mean_length, Forgetful, lambda: prefix_head(prefix_tokens=3, min_rollouts=2)]
 WORDS: dict[str, Any] = dict(budget=6, buffer=3, window=2, sinks=1, per_head=True)
-STREAMING, RKV = (
-    ready("sparsity", name, **WORDS, protect_prompt=protect) for name, protect in (("streaming", True), ("rkv", False))
-)
+STREAMING = ready("sparsity", "streaming", **WORDS, protect_prompt=True)
+RKV = ready("sparsity", "rkv", **WORDS, protect_prompt=False)
 
 
 @pytest.mark.bits

@@ -16,30 +16,23 @@ def group(*rewards: float, lengths: tuple[int, ...] = (), cut: tuple[int, ...] =
     replies = [(5,) * length for length in lengths or (1,) * len(rewards)]
     whole = scored(*(Reward(total, parts) for total in rewards), replies=replies)
     ends = (Finish.LENGTH if sample in cut else Finish.EOS for sample in range(len(rewards)))
-    return replace(
-        whole, rollouts=tuple(replace(one, finish=end) for one, end in zip(whole.rollouts, ends, strict=True))
-    )
+    rollouts = tuple(replace(one, finish=end) for one, end in zip(whole.rollouts, ends, strict=True))
+    return replace(whole, rollouts=rollouts)
 
 
 def test_rollout_metrics_are_those_worked_out_by_hand():
-    groups = [
-        group(1.0, 0.0, lengths=(2, 4), cut=(1,), correct=0.5),
-        group(1.0, 1.0, 1.0, lengths=(1, 1, 7), correct=1.0, format=0.25),
-    ]
-    metrics = rollout_metrics(groups)
-    assert metrics == pytest.approx(
-        {
-            "reward/mean": 4 / 5,
-            "reward/std": 0.4,  # values 1 1 1 1 0 about 0.8: (4 * 0.04 + 0.64) / 5 = 0.16
-            "reward/correct": (2 * 0.5 + 3 * 1.0) / 5,
-            "reward/format": 0.25,
-            "group/zero_std": 1 / 2,
-            "group/mixed": 1.0,
-            "response/length_mean": 15 / 5,
-            "response/length_max": 7,
-            "response/truncated": 1 / 5,
-        }
-    )
+    first = group(1.0, 0.0, lengths=(2, 4), cut=(1,), correct=0.5)
+    second = group(1.0, 1.0, 1.0, lengths=(1, 1, 7), correct=1.0, format=0.25)
+    expected = {
+        "reward/mean": 4 / 5,
+        "reward/std": 0.4,  # values 1 1 1 1 0 about 0.8: (4 * 0.04 + 0.64) / 5 = 0.16
+        "reward/correct": (2 * 0.5 + 3 * 1.0) / 5,
+        "reward/format": 0.25,
+        "group/zero_std": 1 / 2,
+        "group/mixed": 1.0,
+        **{"response/length_mean": 15 / 5, "response/length_max": 7, "response/truncated": 1 / 5},
+    }
+    assert rollout_metrics([first, second]) == pytest.approx(expected)
     assert rollout_metrics([group(0.1, 0.1, 0.1)])["reward/std"] == 0.0
     with pytest.raises(UserError, match="cannot be called 'mean'"):
         rollout_metrics([group(1.0, 0.0, mean=1.0)])

@@ -150,9 +150,7 @@ def test_what_cannot_be_asked_is_refused_at_the_start(server: Server) -> None:
         judge_of(server)
 
 
-def test_a_key_goes_to_the_server_and_nowhere_else(
-    server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_key_goes_to_the_server_alone(server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("JUDGE_KEY", "very-secret-word")
     lines = list[str]()
     judge = judge_of(server, tmp_path, lines, key="JUDGE_KEY")

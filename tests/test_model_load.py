@@ -19,32 +19,16 @@ from test_learner import make_learner
 from tiny_hf import make_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from grpo_cli.model import load
 from grpo_cli.model.adapters import with_adapters
 from grpo_cli.model.checks import check_vocabulary
 from grpo_cli.model.export import write_model
-from grpo_cli.model.load import (
-    at_checkpoint,
-    eos_token_ids,
-    load_model,
-    load_tokenizer,
-    model_config,
-    pad_token_id,
-    save_pretrained,
-)
+from grpo_cli.model.load import eos_token_ids, load_model, load_tokenizer, pad_token_id, save_pretrained
 from grpo_cli.settings import ModelSettings
 from grpo_cli.support.errors import UserError
 
 CPU = torch.device("cpu")
 TINY_FOLDER = Path(str(files("grpo_cli.model") / "tiny"))
-SMALL = {
-    "vocab_size": 32,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
-}
 
 
 def settings(path: Path | str = "tiny", **changes: object) -> ModelSettings:
@@ -121,7 +105,7 @@ LONGROPE = dict(rope_type="longrope", rope_theta=1e4, factor=2.0, short_factor=[
 )
 def test_what_cannot_be_driven_is_refused_from_the_config_alone(config, said, tmp_path):
     """No weights are there: reaching for them would be another error."""
-    whole = {"model_type": "llama", **SMALL, **config}
+    whole = small_model("llama", head_dim=16, max_position_embeddings=64).config.to_dict() | config
     (tmp_path / "config.json").write_text(json.dumps(whole))
     with pytest.raises(UserError, match=said):
         load_model(settings(tmp_path), CPU)
@@ -141,7 +125,7 @@ def test_weights_that_are_stored_quantised_are_refused(tmp_path):
     for key, stored in (("quantization_config", {"quant_method": "gptq"}), ("quantization", {"bits": 4})):
         (folder / "config.json").write_text(json.dumps(config | {key: stored}))
         with pytest.raises(UserError, match="stored quantised"):
-            model_config(settings(folder))
+            load.model_config(settings(folder))
 
 
 def test_all_ends_of_a_reply_are_found_and_padding_falls_back_to_the_end():
@@ -199,7 +183,7 @@ def test_adapters_are_saved_by_themselves_in_float32_and_come_back_bit_for_bit(k
     model = moved(load_model(words, CPU))
     save_pretrained(model, load_tokenizer(words), tmp_path)
     assert not (tmp_path / "model.safetensors").exists() and not (tmp_path / "base").exists()
-    again = load_model(at_checkpoint(words, tmp_path), CPU)
+    again = load_model(load.at_checkpoint(words, tmp_path), CPU)
     assert {weight.dtype for weight in again.parameters() if weight.requires_grad} == {torch.float32}
     assert torch.equal(logits(again), logits(model))
 
@@ -247,7 +231,7 @@ def adapted(base: Path, folder: Path, **config: Any) -> Any:
 
 @pytest.mark.parametrize(("kind", "tied"), [("head", False), *((kind, kind != "bias") for kind in KINDS)])
 def test_a_merged_model_has_the_logits_of_its_adapters(kind, tied, tmp_path):
-    base = make_folder(tmp_path / "base", "llama", tie=tied, hidden=16, attention_bias=kind == "bias")
+    base = make_folder(tmp_path / "base", "llama", tie_word_embeddings=tied, attention_bias=kind == "bias")
     expected = adapted(base, tmp_path / "ad", **KINDS[kind])
     words = settings(base, adapter=str(tmp_path / "ad"), lora=made.lora())
     write_model(words, tmp_path / "ad", tmp_path / "out", True, None, {}, lambda tokenizer: None)

@@ -28,17 +28,7 @@ from grpo_cli.model import flash
 from grpo_cli.native import library as loader
 from grpo_cli.native import ops
 from grpo_cli.native.library import WRONG, library
-from grpo_cli.native.ops import (
-    Trees,
-    draw,
-    flat,
-    norm,
-    reference,
-    rotate,
-    silu,
-    tree_attention,
-    tree_attention_is_exact,
-)
+from grpo_cli.native.ops import Trees, draw, flat, norm, rotate, silu, tree_attention, tree_attention_is_exact
 from grpo_cli.settings import Sampling
 from grpo_cli.support.meter import Meter
 from grpo_cli.support.threads import computing_with
@@ -289,7 +279,7 @@ def test_c_and_the_reference_are_the_definition(trees, heads, group, dim, dtype)
     wanted = by_hand(trees, runs, scale)
     assert all_close(in_c(trees, runs, scale), wanted, dtype)
     inputs = [x.clone().requires_grad_() for x in runs[:3]]
-    out = reference(*inputs, trees, scale)
+    out = ops.reference(*inputs, trees, scale)
     assert all_close([out.detach(), *torch.autograd.grad(out, inputs, runs[3])], wanted, dtype)
 
 
@@ -350,14 +340,13 @@ def test_long_sequences_and_large_scores_are_right_too():
 
 
 def test_no_bit_depends_on_threads_or_on_other_trees():
-    trees = UNEVEN
-    runs = runs_of(trees, 3, 3, 64)
-    together = in_c(trees, runs, 0.125)
+    runs = runs_of(UNEVEN, 3, 3, 64)
+    together = in_c(UNEVEN, runs, 0.125)
     for threads in (1, 2, 3, 8):
         with computing_with(threads):
-            assert all(map(torch.equal, in_c(trees, runs, 0.125), together))
+            assert all(map(torch.equal, in_c(UNEVEN, runs, 0.125), together))
     first = [x[:77] for x in runs]
-    assert all(torch.equal(a, b[:77]) for a, b in zip(in_c(trees[:1], first, 0.125), together, strict=True))
+    assert all(torch.equal(a, b[:77]) for a, b in zip(in_c(UNEVEN[:1], first, 0.125), together, strict=True))
 
 
 def test_what_is_not_a_number_stays_so():

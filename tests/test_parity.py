@@ -8,7 +8,6 @@ import pytest
 import torch
 from conftest import SMOLLM2
 from small import VOCABULARY, holds_bits, make_engine, small_model
-from tiny_hf import LLAMA3_ROPE
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_cli.collect.requests import requests_for, seed_of
@@ -19,9 +18,12 @@ from grpo_cli.experiment import set_up
 from grpo_cli.settings import Sampling
 from grpo_cli.types import Prompt, Request
 
+# Llama 3's scaling, at a length that small models pass.
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 32}
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}  # within the context the plain one
 CASES: list[tuple[str, dict[str, Any]]] = [
-    ("llama", {"rope_parameters": LLAMA3_ROPE, "num_key_value_heads": 1, "tie_word_embeddings": False}),
+    ("llama", {"rope_parameters": LLAMA3, "num_key_value_heads": 1, "tie_word_embeddings": False}),
     ("llama", {"rope_parameters": DYNAMIC, "attention_bias": True, "mlp_bias": True}),
     ("mistral", {"tie_word_embeddings": False, "head_dim": 16}),
     ("qwen2", {}),
@@ -65,15 +67,12 @@ QUESTIONS = ("What is the capital of France?", "Tom has 3 apples and buys 4 more
 
 @pytest.mark.smollm2
 def test_greedy_rollouts_are_those_of_transformers():
-    settings = settings_of(
-        "model=smollm2_135m", f"model.path={SMOLLM2}", "sampler=infinite", "sampler.slots=2", "device=cpu"
-    )
+    words = ("model=smollm2_135m", f"model.path={SMOLLM2}", "sampler=infinite", "sampler.slots=2", "device=cpu")
+    settings = settings_of(*words)
     runtime = set_up(prepare(settings), settings.model)
     tokenizer = AutoTokenizer.from_pretrained(SMOLLM2)
-    chats = [
-        tokenizer.apply_chat_template([{"role": "user", "content": q}], add_generation_prompt=True) for q in QUESTIONS
-    ]
-    ids = [chat["input_ids"] for chat in chats]
+    chats = ([{"role": "user", "content": question}] for question in QUESTIONS)
+    ids = [tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"] for chat in chats]
     prompts = [Prompt(str(i), tuple(row), "") for i, row in enumerate(ids)]
     requests = requests_for(prompts, 1, Sampling.plain(24, temperature=0.0), 0, 0)
     ours = {rollout.request.prompt.id: list(rollout.token_ids) for rollout in runtime.engine.generate(requests)}

@@ -15,9 +15,8 @@ from small import VOCABULARY, contents, finished_in_rounds, make_engine, scored,
 
 from grpo_cli.collect.collection import StepCollection
 from grpo_cli.collect.epochs import Epochs
-from grpo_cli.collect.resuming import GOLDEN, remaining_request, unstarted
+from grpo_cli.collect.resuming import GOLDEN, unstarted
 from grpo_cli.collect.stored import from_plain, to_plain
-from grpo_cli.engine.sampling import uniforms
 from grpo_cli.engine.scheduling import Fifo, Lpt, Sjf
 from grpo_cli.interfaces import StepRollouts
 from grpo_cli.methods.april import Partial, lag
@@ -57,15 +56,6 @@ def test_a_stopped_rollout_goes_on_as_if_it_had_not_been_stopped(sampler: str, p
         np.testing.assert_allclose(rollout.sampler_logprobs, logprobs, atol=2e-5)
         versions = [span.version for span in rollout.spans]
         assert versions == sorted(set(versions)) and sum(span.count for span in rollout.spans) == len(rollout)
-
-
-def test_the_rest_is_asked_for_as_a_longer_prompt_with_its_stream_moved_on() -> None:
-    request = Request(Prompt("p", (3, 4), "x"), 2, 2**64 - 1, Sampling.plain(10))
-    partial = Rollout(request, (7, 8, 9), (-1.0, -2.0, -3.0), Finish.PARTIAL, (Span(4, 3),))
-    rest, other = remaining_request(partial), remaining_request(replace(partial, token_ids=(7, 8, 19)))
-    assert (rest.prompt.token_ids, rest.sampling.max_new_tokens, rest.resumed_tokens) == ((3, 4, 7, 8, 9), 7, 3)
-    assert (uniforms([request.seed], 9)[0, 3:] == uniforms([rest.seed], 6)[0]).all()
-    assert rest.prompt.id.startswith("p+") and other.prompt.id != rest.prompt.id
 
 
 def test_a_group_comes_back_from_plain_values_as_it_was() -> None:

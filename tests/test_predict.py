@@ -19,9 +19,8 @@ from grpo_cli.support.errors import UserError
 from grpo_cli.types import Finish, Prompt, Request, Rollout
 
 
-def request(prompt_id: str, sample: int = 0, limit: int = 100, prompt_tokens: int = 3) -> Request:
-    prompt = Prompt(prompt_id, tuple(range(prompt_tokens)), "")
-    return Request(prompt, sample, seed=sample, sampling=Sampling.plain(limit))
+def request(prompt_id: str, sample: int = 0, limit: int = 100) -> Request:
+    return Request(Prompt(prompt_id, (0, 1, 2), ""), sample, seed=sample, sampling=Sampling.plain(limit))
 
 
 def rollout(asked: Request, length: int) -> Rollout:
@@ -56,13 +55,11 @@ def test_an_engine_reports_how_true_the_predictions_were():
     assert engine.stats().details["predictor/mean_absolute_error"] == pytest.approx(np.mean(errors))
 
 
-def generate(
-    predictor: PrefixHead, seed: int, count: int = 64, width: int = 12, noise: float = 0.1
-) -> tuple[Sequence[float] | None, list[int]]:
+def generate(predictor: PrefixHead, seed: int) -> tuple[Sequence[float] | None, list[int]]:
     """One `generate` whose lengths are hidden in the first direction of the states."""
-    random = torch.Generator().manual_seed(seed)
-    hidden = torch.randn(count, width, generator=random)
-    logs = 3 + 0.8 * hidden[:, 0] + noise * torch.randn(count, generator=random)
+    count, random = 64, torch.Generator().manual_seed(seed)
+    hidden = torch.randn(count, 12, generator=random)
+    logs = 3 + 0.8 * hidden[:, 0] + 0.1 * torch.randn(count, generator=random)
     asked = [request(f"p{i % 4}", i, limit=400) for i in range(count)]
     remaining = [min(max(1, round(math.exp(x) - 1)), 396) for x in logs.tolist()]
     predicted = predictor.predict(asked, hidden)

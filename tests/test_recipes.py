@@ -155,9 +155,7 @@ USERS = {"OMP_WAIT_POLICY": "ACTIVE", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "7", "L
         ("GenuineIntel", SKYLAKE, {"MKL_CBWR": "COMPATIBLE"}, "COMPATIBLE"),
     ],
 )
-def test_what_is_documented_for_a_processor_is_set_unless_the_user_has(
-    tmp_path, monkeypatch, vendor, flags, given, branch
-):
+def test_what_is_documented_for_a_processor_is_set_unless_given(tmp_path, monkeypatch, vendor, flags, given, branch):
     monkeypatch.setattr(processor, "CPUINFO", tmp_path / "cpuinfo")
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nvendor_id\t: {vendor}\nmodel\t: 207\nflags\t: {flags}\n")
     environment, users = dict(given), {**given, **USERS}

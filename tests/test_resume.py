@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 import torch
 from processes import Forked
 from safetensors.torch import load_file
+from typed import json_lines, lasting
 
 from grpo_cli.config.compose import settings_of
 from grpo_cli.experiment import build
@@ -27,9 +27,7 @@ def trained(folder: Path, *words: str) -> dict[str, Any]:
 
 def rows(folder: Path) -> list[dict[str, object]]:
     """The records of a run without what differs from one run of the same to the next."""
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    moving = ("time/", "clock/", "speed/", "memory/")
-    return [{name: v for name, v in json.loads(line).items() if not name.startswith(moving)} for line in lines]
+    return [*map(lasting, json_lines(folder / "metrics.jsonl"))]
 
 
 def records(folder: Path) -> tuple[list[dict[str, object]], str]:

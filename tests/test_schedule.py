@@ -64,9 +64,8 @@ def with_true_lengths(steps: Seq[int], scheduler: Scheduler, slots: int, rounds:
 def optimum(lengths: Seq[int], slots: int) -> int:
     """The least makespan, of every way to give jobs to slots; the first job's slot is as good as another."""
     ways = itertools.product(range(slots), repeat=len(lengths) - 1)
-    return min(
-        max(sum(x for x, at in zip(lengths, (0, *way), strict=True) if at == s) for s in {0, *way}) for way in ways
-    )
+    divided = ([*zip(lengths, (0, *way), strict=True)] for way in ways)
+    return min(max(sum(x for x, at in pairs if at == slot) for slot in range(slots)) for pairs in divided)
 
 
 @instances

@@ -13,17 +13,7 @@ import numpy as np
 import pytest
 import torch
 from small import FakeEngine, make_engine, small_model
-from test_train import (
-    GRPO,
-    SEQUENCE_MASK,
-    SPARSE_RL,
-    CountTask,
-    Recorder,
-    make_trainer,
-    same,
-    settings_for,
-    with_sampler_off_by,
-)
+from test_train import CountTask, Recorder, make_trainer, same, settings_for, with_sampler_off_by
 
 from grpo_cli.interfaces import StepRollouts
 from grpo_cli.learner.forward import padded
@@ -33,6 +23,8 @@ from grpo_cli.settings import EvalSettings, RecordSettings, RunSettings, Samplin
 from grpo_cli.types import Batch, LossOutput, Prompt, Record, Request, Reward, Rollout, ScoredGroup, Totals
 
 NONE, TIS = made.correction(), made.correction(importance="token", is_threshold=2.0)
+SPARSE_RL = made.correction(importance="token", is_threshold=1.5, rejection="veto", veto=1e-4)
+SEQUENCE_MASK = made.correction(importance="sequence", is_mode="mask", is_threshold_low=0.5, is_threshold=5.0)
 KL = made.loss(kl_coef=0.1)
 
 
@@ -45,9 +37,9 @@ def quiet(folder: Path, steps: int = 1, **train: Any) -> RunSettings:
 class Spy:
     """A loss that keeps what it is given: batches, divisors, and the learner's log-probabilities."""
 
-    def __init__(self, inner: Any = GRPO, change: Callable[[int, LossOutput], LossOutput] = lambda i, output: output):
+    def __init__(self, inner: Any = None, change: Callable[[int, LossOutput], LossOutput] = lambda i, output: output):
         self.batches, self.logprobs, self.totals = list[Batch](), list[torch.Tensor](), list[Totals]()
-        self._inner, self._change = inner, change
+        self._inner, self._change = inner or made.loss(), change
 
     def __call__(self, logprobs: torch.Tensor, batch: Batch, totals: Totals) -> LossOutput:
         self.batches.append(batch)
@@ -143,9 +135,7 @@ def test_the_mismatch_is_of_the_rollouts_that_a_pass_is_made_over(tmp_path, corr
     model, recorder = small_model(), Recorder()
     engine = with_sampler_off_by(model, lambda rollout: {0: 1.0, 1: 0.5}.get(rollout.request.sample, 0.0))
     parts: dict[str, Any] = dict(engine=engine, correction=correction, trackers=(recorder,))
-    trainer = make_trainer(
-        replace(quiet(tmp_path), m=m), model=model, downsample=lambda group, keep, rng: [1, 3], **parts
-    )
+    trainer = make_trainer(replace(quiet(tmp_path), m=m), model=model, downsample=lambda *_: [1, 3], **parts)
     made, exact = list[int](), trainer._learner.logprobs
     trainer._learner.logprobs = lambda *given: made.append(len(given[1])) or exact(*given)  # type: ignore[func-returns-value, method-assign]
     trainer.fit()
@@ -230,7 +220,6 @@ def test_metrics_of_the_loss_are_means_over_updates(tmp_path):
 # What is trained on, and steps that teach nothing
 
 
-WITHOUT = made.correction("none")
 MASKED = made.correction("mis", importance="sequence")  # one token has a xi of exp(-20)
 
 
@@ -287,7 +276,7 @@ def test_a_rollout_whose_advantage_is_0_is_trained_on(tmp_path, number):
         rows = [torch.full((len(group.rollouts[index]),), number) for index in kept]
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
-    record, _ = ran(tmp_path, correction=WITHOUT, advantage=equal)
+    record, _ = ran(tmp_path, correction=NONE, advantage=equal)
     assert all(row.kept and row.advantage == number for row in record.examples)
     assert record.metrics["tokens/trained"] == sum(row.length for row in record.examples)
 
@@ -314,8 +303,7 @@ def test_a_step_of_equal_rewards_is_as_if_it_had_not_been(tmp_path):
     kept: list[dict[str, torch.Tensor]] = [copy.deepcopy(dict(model.state_dict()))]
     recorder._on_log = lambda record: kept.append(copy.deepcopy(dict(model.state_dict())))
     settings, updated = decaying(tmp_path, steps=3, epochs=2, minibatches=2), list[int]()
-    parts: dict[str, Any] = dict(task=Equal(2), trackers=(recorder,))
-    trainer = make_trainer(settings, model=model, **parts)
+    trainer = make_trainer(settings, model=model, task=Equal(2), trackers=(recorder,))
     trainer._parts.runtime.engine.update_weights = lambda: updated.append(trainer._progress.step)
     summary = trainer.fit()
     assert updated == [2], "an engine gets weights that have moved, and no others"

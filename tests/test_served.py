@@ -57,14 +57,10 @@ def test_larger_heads_are_zero_where_the_models_have_nothing():
         Served({}, 24, 24).check_dtype(torch.bfloat16, torch.device("cpu"))
 
 
-@pytest.fixture(autouse=True)
-def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "require", lambda *words: None)
-    monkeypatch.setattr(engine_module, "head_sizes", lambda device: None)
-
-
 def test_vllm_runs_outside_the_learners_autocast_in_its_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under it adapters would be merged, and kernels recorded, in bfloat16 twice."""
+    monkeypatch.setattr(engine_module, "require", lambda *words: None)
+    monkeypatch.setattr(engine_module, "head_sizes", lambda device: None)
     notes, engine = list[Any](), engine_of("vllm", small_model(head_dim=32))
 
     def note(what: Any) -> None:

@@ -40,13 +40,7 @@ def test_the_last_step_is_shown_prompt_by_prompt_with_what_became_of_each_rollou
         row(step=2, sample=2, turns=[[False, "of the model"], [True, "of its environment"]]),
     ]
     lines = done("show", run(tmp_path / "r", *rows)).splitlines()
-    assert [line.strip() for line in lines if line.strip() in ("1+1=", "2+2=", *"234")] == [
-        "1+1=",
-        "2",
-        "3",
-        "2+2=",
-        "4",
-    ]
+    assert [one for one in map(str.strip, lines) if one in ("1+1=", "2+2=", *"234")] == ["1+1=", "2", "3", "2+2=", "4"]
     assert {"    of the model", "      of its environment"} <= {*lines}
     first, dropped, _, other = (line for line in lines if line.startswith("  sample"))
     assert "correct 1, form 0.5" in first and "length  dropped: not chosen" in dropped and "advantage +0.5" in other

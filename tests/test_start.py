@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from typed import content, grpo, refused
+from typed import content, done, grpo, refused
 
 from grpo_cli.config.compose import composed, settings_from
 from grpo_cli.runs import lock, record
@@ -24,10 +24,7 @@ SMALL = ("logger=jsonl", "n=2", "train.prompts=2", "train.steps=2", "eval.every=
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two steps, with seed 5, that has been made to look as if it was killed after the first."""
     folder = tmp_path_factory.mktemp("made") / "R"
-    result = grpo(
-        "train", *SMALL, "seed=5", "train.checkpoint_every=1", "train.keep_checkpoints=9", f"hydra.run.dir={folder}"
-    )
-    assert result.exit_code == 0, result.output
+    done("train", *SMALL, "seed=5", "train.checkpoint_every=1", "train.keep_checkpoints=9", f"hydra.run.dir={folder}")
     (folder / "summary.json").unlink()
     shutil.rmtree(folder / "checkpoints" / "step_000002")
     return folder
@@ -54,7 +51,7 @@ def test_refused_commands_leave_every_byte_of_a_run_folder_which_goes_on_with_it
     for words in REFUSED:
         refused(*words.split())
         assert content(run) == before, words
-    assert grpo("train", "resume=R").exit_code == 0
+    done("train", "resume=R")
     found = record.read_record(run)
     assert found is not None and found.config["seed"] == 5 and found.source == run / "run.json"
 
@@ -89,8 +86,7 @@ def test_a_run_that_was_killed_in_its_first_save_begins_anew(run: Path) -> None:
     (half / "COMPLETE").unlink()
     assert "accept_damage=true" in refused("train", "resume=R"), "rows of later steps say that there was a checkpoint"
     half.rename(run / "checkpoints/.step_000000.tmp")  # or, with train.checkpoint=lazy, that it is being written
-    result = grpo("train", "resume=R")
-    assert result.exit_code == 0 and "begins anew" in result.output, result.output
+    assert "begins anew" in done("train", "resume=R")
     assert not list(run.glob("checkpoints/.*.tmp"))
 
 
@@ -103,7 +99,7 @@ def test_a_damaged_checkpoint_that_is_named_costs_the_run_no_good_one(run: Path)
 
 def test_one_command_begins_a_run_goes_on_with_it_and_is_content_with_its_end(elsewhere: Path) -> None:
     words = ("train", *SMALL, "hydra.run.dir=job", "resume=here")
-    assert grpo(*words).exit_code == 0
+    done(*words)
     (elsewhere / "job/summary.json").unlink()
     shutil.rmtree(elsewhere / "job/checkpoints/step_000002")
     assert "resumed at step 0" in grpo(*words).stdout
@@ -131,7 +127,7 @@ def test_a_run_goes_on_only_with_the_data_that_it_began_with(elsewhere: Path) ->
     rows.write_text("".join(f'{{"question": "{i}+1", "answer": "{i + 1}"}}\n' for i in range(9)))
     shutil.copy(rows, other)
     words = ("task=jsonl", "task.path=rows.jsonl", "hydra.run.dir=R", "train.checkpoint_every=1")
-    assert grpo("train", *SMALL, *words).exit_code == 0
+    done("train", *SMALL, *words)
     shutil.rmtree(elsewhere / "R/checkpoints/step_000002")  # as if it was killed
     before = content(elsewhere / "R")
     rows.write_text(rows.read_text() + '{"question": "9+9", "answer": "18"}\n')
@@ -197,13 +193,11 @@ print("the run goes on")
         ("pass; os.waitpid = lambda pid, options: (pid, 0)", 0, 0),  # comes back, as if it were the run
     ],
 )
-def test_a_forked_child_is_ended_by_signals_and_does_not_go_on_as_the_run(
-    elsewhere: Path, child: str, number: int, code: int
-) -> None:
+def test_a_forked_child_is_ended_by_signals_and_does_not_go_on_as_the_run(child: str, number: int, code: int) -> None:
     script = FORK.replace("{child}", child).replace("{signal}", str(number))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     came_back = [] if "waitpid" not in child else ["0"]
-    assert done.stdout.split("\n") == [*came_back, str(code), "the run goes on", ""]
+    assert ended.stdout.split("\n") == [*came_back, str(code), "the run goes on", ""]
 
 
 def test_a_run_goes_on_neither_with_fewer_steps_than_it_has_done_nor_with_another_model(run: Path) -> None:
@@ -229,8 +223,7 @@ def test_text_that_needs_escapes_is_recorded_as_typed_and_resumed_as_meant(elsew
         found = settings_from(composed("train", ["resume=R"]))
         assert found.sampling.stop == ("\n", r"a\neq", "${n}")
         assert found.parts["task"]["template"] == "${n}: {question}\n"
-        result = grpo("train", "resume=R", f"train.steps={steps}")
-        assert result.exit_code == 0, result.output
+        done("train", "resume=R", f"train.steps={steps}")
 
 
 def test_a_record_that_is_missing_or_damaged_is_no_reason_to_take_the_defaults(run: Path) -> None:

@@ -46,10 +46,8 @@ def start(cwd: Path, *arguments: str) -> Forked:
 
 def job_process(launcher: Forked, folder: Path) -> psutil.Process:
     """The process that trains in this folder."""
-    (process,) = (
-        one for one in psutil.Process(launcher.pid).children() if any(str(folder) in w for w in one.cmdline())
-    )
-    return process
+    (one,) = (one for one in psutil.Process(launcher.pid).children() if any(str(folder) in w for w in one.cmdline()))
+    return one
 
 
 def steps(folder: Path) -> list[int]:
@@ -191,9 +189,7 @@ def test_optuna_s_best_run_is_that_of_the_greatest_accuracy(tmp_path, pretended)
     assert (best["best_params"], best["best_value"]) == ({"seed": 1}, 0.5)
 
 
-def test_gpus_memory_and_threads_are_dealt_evenly_and_a_gpu_that_is_not_there_is_refused(
-    tmp_path, monkeypatch, pretended
-):
+def test_gpus_memory_and_threads_are_dealt_out_and_a_gpu_that_is_not_there_is_refused(tmp_path, monkeypatch, pretended):
     """Threads unless their number is set."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

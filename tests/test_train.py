@@ -16,8 +16,9 @@ import made
 import numpy as np
 import pytest
 import torch
-from made import full, mean_length
+from made import mean_length
 from small import FakeEngine, make_engine, small_model
+from typed import lasting
 
 from grpo_cli.collect.epochs import Epochs
 from grpo_cli.config.instantiate import Factories
@@ -82,16 +83,11 @@ def settings_for(folder: Path, **train: Any) -> RunSettings:
     )
 
 
-GRPO = made.loss()
-NO_EXAM = EvalSettings(every=0, problems=1, k=1, temperature=1.0)
-
-
 def make_trainer(settings: RunSettings, *, model: Any = None, checkpoint: Path | None = None, **parts: Any) -> Trainer:
     if checkpoint is not None:
         model = type(small_model()).from_pretrained(checkpoint)
     model = model or small_model()
-    engine = make_engine(model, sampler=parts.pop("sampler", full()))
-    runtime = Runtime(torch.device("cpu"), model, None, CountTask(), engine)
+    runtime = Runtime(torch.device("cpu"), model, None, CountTask(), make_engine(model))
     if callable(parts.get("engine")):
         parts["engine"] = parts["engine"](model)
     rules = Factories.of(made.settings().parts | {"downsample": made.part("downsample", "all")}).rules()
@@ -110,12 +106,6 @@ def newest(folder: Path) -> Path:
     path = find_checkpoint(folder).path
     assert path is not None
     return path
-
-
-def lasting(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Metrics without those that differ from one run of the same to the next."""
-    passing = ("time/", "clock/", "speed/", "memory/")
-    return {name: value for name, value in metrics.items() if not name.startswith(passing)}
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -171,10 +161,6 @@ def with_sampler_off_by(model: Any, shift: Callable[[Rollout], float]) -> Any:
                 yield replace(rollout, sampler_logprobs=wrong)
 
     return Shifted()
-
-
-SPARSE_RL = made.correction(importance="token", is_threshold=1.5, rejection="veto", veto=1e-4)
-SEQUENCE_MASK = made.correction(importance="sequence", is_mode="mask", is_threshold_low=0.5, is_threshold=5.0)
 
 
 def test_a_loss_that_is_not_finite_changes_no_weight_is_dumped_and_stops_the_run(tmp_path):
@@ -301,7 +287,7 @@ def test_warm_up_and_schedules():
 @pytest.mark.parametrize(("schedule", "said"), [("linear", r"0\.0075, .* 0\.005 .*train\.steps=8"), ("constant", "")])
 def test_a_rate_that_jumps_is_named_with_both_numbers_and_the_keys(tmp_path, schedule, said):
     """A run of 4 steps at rate 0.01, resumed after 2 with 8 steps: of 0.01 (1 - 2/8) and 0.01 (1 - 2/4)."""
-    run, warnings = replace(settings_for(tmp_path, checkpoint_every=2), eval=NO_EXAM), list[str]()
+    run, warnings = settings_for(tmp_path, checkpoint_every=2), list[str]()
     run = replace(run, optim=replace(run.optim, schedule=schedule))
     make_trainer(run).fit()
     run = replace(run, train=replace(run.train, steps=8))

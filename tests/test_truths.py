@@ -75,10 +75,7 @@ CASES: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     ),
     "batch.rows_of": (batch.rows_of, [a_batch(), torch.tensor([0, 2])]),
     "batch.minibatches": (lambda b: batch.minibatches(b, 2, RNG), [a_batch()]),
-    "batch.corrected": (
-        batch.corrected,
-        [a_batch(), Verdict(a_batch().weights, a_batch().response_mask, ("",) * 4, {})],
-    ),
+    "batch.corrected": (batch.corrected, [a_batch(), Verdict(NEW.clone(), a_batch().response_mask, ("",) * 4, {})]),
     "group_rollouts": (group_rollouts, [[a_group().prompt], list(a_group().rollouts)]),
     "metrics.rollout_metrics": (metrics.rollout_metrics, [[a_group()]]),
     "forward.logprobs": (lambda part: Padded(99, 2, 1.0).logprobs(small_model(), part), [a_batch()]),

@@ -63,9 +63,7 @@ def requests_of(task: Arithmetic, prompts: int, n: int, **words: Any) -> list[Re
 
 def worst(model: PreTrainedModel, rollouts: Sequence[Rollout]) -> float:
     """The largest difference to what `transformers` says, at the temperature that was sampled at."""
-    return max(
-        float((policy_logprobs(model, one) - torch.tensor(one.sampler_logprobs)).abs().max()) for one in rollouts
-    )
+    return max(float((policy_logprobs(model, r) - torch.tensor(r.sampler_logprobs)).abs().max()) for r in rollouts)
 
 
 def test_sampler_logprobs_are_those_of_the_distribution_drawn_from_and_a_seed_draws_again(
@@ -138,10 +136,7 @@ def test_rollouts_that_were_stopped_and_resumed_are_those_of_the_torch_engine_in
 
 
 def test_what_vllm_would_change_silently_is_refused(engine: VllmEngine, model: PreTrainedModel, task: Arithmetic):
-    for words, named in (
-        (dict(temperature=0.005), "sampling.temperature"),
-        (dict(max_new_tokens=700), "max_model_len"),
-    ):
+    for words, named in (({"temperature": 0.005}, "sampling.temperature"), ({"max_new_tokens": 700}, "max_model_len")):
         with pytest.raises(UserError, match=named):
             list(engine.generate(requests_of(task, 1, 1, **words)))
     for options, named in (({"logprobs_mode": "raw_logprobs"}, "logprobs_mode would bias"), ({"seed": 3}, "TypeError")):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from small import small_model
+from test_jsonl_task import write
 from test_resume import rows
 from tiny_hf import make_folder, make_tokenizer
 
@@ -31,15 +31,11 @@ TALK = [
 ]
 
 
-def written(folder: Path, *rows: Any) -> str:
-    (folder / "talks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(folder / "talks.jsonl")
-
-
 def test_all_replies_of_a_conversation_are_learnt_and_nothing_else(tmp_path):
     """The tokens are the template's own, but for a special token that a reply spells: that is text."""
     tokenizer = make_tokenizer(chat_template=True)
-    (found,) = conversations(written(tmp_path, {"messages": TALK}), tokenizer, {}, tokenizer.eos_token_id)
+    path = write(tmp_path / "talks.jsonl", {"messages": TALK})
+    (found,) = conversations(path, tokenizer, {}, tokenizer.eos_token_id)
     learnt = [tokenizer.decode(list(turn)) for turn in found.turns]
     assert learnt == ["2<|im_end|>", "4<|im_end|><|im_end|>"] and found.turns[1].count(tokenizer.eos_token_id) == 1
     whole = [*found.request.prompt.token_ids, *found.token_ids]
@@ -54,7 +50,7 @@ CALLS = {**TALK[2], "tool_calls": [{"function": {"name": "add", "arguments": {}}
 def test_what_is_no_conversation_is_refused_with_its_line(row, tmp_path):
     tokenizer = make_tokenizer(chat_template=True)
     with pytest.raises(UserError, match="talks.jsonl, line 2"):
-        conversations(written(tmp_path, {"messages": TALK}, row), tokenizer, {}, 3)
+        conversations(write(tmp_path / "talks.jsonl", {"messages": TALK}, row), tokenizer, {}, 3)
 
 
 def test_the_loss_is_the_mean_negative_log_likelihood_of_replies():
@@ -83,9 +79,8 @@ def test_each_epoch_shows_all_once_in_an_order_of_its_own():
 
 
 def run_of(folder: Path, *words: str) -> Any:
-    rows = folder.parent / "rows.jsonl"
     lines = [{"question": f"{i}+1", "answer": str(i + 1), "solution": f"It is {i + 1}."} for i in range(40)]
-    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rows = write(folder.parent / "rows.jsonl", *lines)
     task = ("task=jsonl", f"task.path={rows}", "logger=jsonl", "eval.problems=4", "eval.k=1", "eval.every=3")
     short = ("n=4", "train.prompts=4", "train.steps=6", "sampling.max_new_tokens=12", "train.checkpoint_every=1")
     warm = ("train.warmup=sft", "train.warmup_steps=4", "optim.lr=1e-3", "model.autocast=none", f"run_dir={folder}")
@@ -111,10 +106,8 @@ def test_the_solutions_of_a_task_are_right_and_of_one_turn(tmp_path):
 def test_a_solution_goes_on_as_the_model_would(chat, expected, tmp_path):
     model = make_folder(tmp_path / "model", chat_template=chat)
     trainer = run_of(tmp_path / "run", "model=hf", f"model.path={model}")
-    tokenizer, shown = trainer._parts.runtime.tokenizer, shown_by(trainer._parts)
-    said = {
-        tokenizer.decode(list(one.request.prompt.token_ids)): tokenizer.decode(list(one.token_ids)) for one in shown
-    }
+    decode, shown = trainer._parts.runtime.tokenizer.decode, shown_by(trainer._parts)
+    said = {decode(list(one.request.prompt.token_ids)): decode(list(one.token_ids)) for one in shown}
     assert {reply for prompt, reply in said.items() if " 0+1" in prompt or "\n0+1" in prompt} == {expected}
 
 
@@ -140,7 +133,7 @@ def test_a_run_warms_up_and_then_learns_from_rewards_and_resumes_inside(tmp_path
 def test_conversations_of_a_file_warm_a_chat_model_up(tmp_path):
     model = make_folder(tmp_path / "model", chat_template=True)
     long = {"messages": [{"role": "user", "content": "x" * 999}, TALK[2]]}  # longer than the context
-    path = written(tmp_path, {"messages": TALK[1:3]}, {"messages": TALK}, long)
+    path = write(tmp_path / "talks.jsonl", {"messages": TALK[1:3]}, {"messages": TALK}, long)
     words = (f"train.warmup_path={path}", "model=hf", f"model.path={model}", "eval.every=0")
     trainer = run_of(tmp_path / "run", *words, "train.warmup_steps=2", "train.steps=3")
     assert len(shown_by(trainer._parts)) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,3 +40,8 @@ def content(folder: Path) -> dict[str, bytes]:
 def json_lines(path: Path) -> list[Any]:
     """Return the objects of a file's lines."""
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def lasting(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return metrics without those that differ from one run of the same to the next."""
+    return {name: x for name, x in metrics.items() if not name.startswith(("time/", "clock/", "speed/", "memory/"))}

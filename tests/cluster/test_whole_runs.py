@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import secrets
@@ -13,6 +12,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,7 @@ import psutil
 import pytest
 from processes import ROOT, Forked
 
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
-]
+pytestmark = [pytest.mark.cluster, pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")]
 WORDS = (
     *("n=8", "m=4", "train.prompts=4", "train.steps=5", "train.checkpoint_every=1", "record.rollouts=-1"),
     *("logger=jsonl", "eval.every=100", "eval.problems=4", "eval.k=1", "sampler=infinite", "sampler.slots=8"),

@@ -166,9 +166,7 @@ class ByLength(Scripted):
         super().__init__()
         self.length = length
 
-    def generate(
-        self, requests: Sequence[Request], enough: Callable[[Rollout], bool] | None = None
-    ) -> Iterator[Rollout]:
+    def generate(self, requests: Sequence[Request], enough: Any = None) -> Iterator[Rollout]:
         self.rounds.append(list(requests))
         stopped_at = None
         for request in sorted(requests, key=self.length):

@@ -214,9 +214,8 @@ def test_best_is_the_likeliest_per_token_and_not_the_shortest_or_right_one():
 def test_drafts_are_read_before_the_problem_and_the_answer_is_the_problems():
     """The likelier of two drafts, its last four tokens, an empty line, the problem."""
     (prompt,), engine = problems(1), Says([("3+4=8", -0.9), ("1+7=9", -0.5), ("12", -1.0)])
-    found = search("pdr", drafts=2, keep=1, rounds=1, workspace=4)(
-        runtime(engine, small_model()), [prompt], Sampling.plain(12), 0
-    )
+    reads_drafts = search("pdr", drafts=2, keep=1, rounds=1, workspace=4)
+    found = reads_drafts(runtime(engine, small_model()), [prompt], Sampling.plain(12), 0)
     draft = (*TOKENIZER("1+7=9")["input_ids"], TOKENIZER.eos_token_id)[-4:]
     assert engine.read[2:] == [(*draft, *TOKENIZER("\n\n")["input_ids"], *prompt.token_ids)]
     assert found[0][0].request.prompt == prompt and found[0][0].request.sample == 2

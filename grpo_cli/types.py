@@ -102,6 +102,11 @@ class Rollout:
         return len(self.token_ids)
 
     @property
+    def key(self) -> tuple[str, int]:
+        """The prompt's id and the sample number, which tell a rollout from the others of its step."""
+        return self.request.prompt.id, self.request.sample
+
+    @property
     def is_partial(self) -> bool:
         """True if it has not ended: it was stopped, or has not begun."""
         return self.finish is Finish.PARTIAL

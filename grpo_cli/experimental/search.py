@@ -50,10 +50,10 @@ class Searching:
     def go_on(self, replies: Replies, tokens: int | None = None) -> Replies:
         """Return partial completions with at most `tokens` more, None: to their ends. The others stay as they are."""
         unfinished = [one for row in replies for one in row if one.is_partial]
-        partial = {_key(one): one for one in unfinished}
+        partial = {one.key: one for one in unfinished}
         assert len(partial) == len(unfinished), "a copy has the request, and so the random stream, of its own place"
         short = [one if tokens is None else with_limit(one, len(one) + tokens) for one in partial.values()]
-        made = {_key(one): one for one in play(self._runtime.engine, self._runtime.task, short)} if short else {}
+        made = {one.key: one for one in play(self._runtime.engine, self._runtime.task, short)} if short else {}
         assert made.keys() == partial.keys(), "each comes back once"
         longest = Counter[str]()
         for key, one in made.items():
@@ -62,7 +62,7 @@ class Searching:
             longest[problem] = max(longest[problem], more)
             made[key] = one if tokens is None else without_limit(one, partial[key])
         self.sequential += longest
-        return [[made.get(_key(one), one) for one in row] for row in replies]
+        return [[made.get(one.key, one) for one in row] for row in replies]
 
     def behind(self, prompt: Prompt, texts: Sequence[Sequence[int]]) -> Prompt:
         """Return the prompt behind these texts, an empty line after each. UserError for a prompt with special tokens,
@@ -122,7 +122,3 @@ class SearchMethod(ABC):
     @abstractmethod
     def choose(self, searching: Searching) -> Sequence[Rollout]:
         """Return a whole completion to each prompt, in their order."""
-
-
-def _key(rollout: Rollout) -> tuple[str, int]:
-    return rollout.request.prompt.id, rollout.request.sample

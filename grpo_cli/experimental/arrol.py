@@ -17,6 +17,7 @@ Measured: docs/studies.md.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -36,6 +37,7 @@ BINS = 10  # of scores, in each of which the share of right ones is counted
 TINY = 1e-12
 
 
+@dataclass(kw_only=True)
 class Arrol(Probing):
     """Rollouts of which those that are needed least end once they have `at` tokens (ARRoL, arXiv 2603.24840)."""
 
@@ -43,33 +45,23 @@ class Arrol(Probing):
     resumes: ClassVar[bool] = True
     one_turn: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        *,
-        at: Count | None,
-        keep: Annotated[float, Field(gt=0, le=1)],
-        share: Share,
-        warmup: Annotated[int, Field(ge=0)],
-        ridge: Annotated[float, Field(gt=0)],
-        window: Count,
-        min_rollouts: Annotated[int, Field(ge=2)],
-        layer: Count | None,
-        n: int,
-        prompts: int,
-    ) -> None:
-        if keep * n < LEAST:
+    at: Count | None
+    keep: Annotated[float, Field(gt=0, le=1)]
+    share: Share
+    warmup: Annotated[int, Field(ge=0)]
+
+    def __post_init__(self) -> None:
+        if self.keep * self.n < LEAST:
             raise UserError(
-                f"collector.keep={keep} of n={n} leaves less than {LEAST} rollouts of a problem: raise "
+                f"collector.keep={self.keep} of n={self.n} leaves less than {LEAST} rollouts of a problem: raise "
                 "collector.keep or n"
             )
-        self.layer = layer
-        self._at, self._keep, self._share, self._warmup = at, keep, share, warmup
-        self._probe = self.probe(window, min_rollouts, ridge, n * prompts)
+        super().__post_init__()
         self._now: dict[tuple[str, int], tuple[Float[np.ndarray, " F"], float]] = {}  # of what passed `at` in this step
         self._begun = self._dropped = self._stopped_at = 0
 
     def __call__(self, step: StepRollouts) -> list[ScoredGroup]:
-        at = self._stopped_at = look_at("collector.at", self._at, step.sampling.max_new_tokens)
+        at = self._stopped_at = look_at("collector.at", self.at, step.sampling.max_new_tokens)
         groups = step.generate(((prompt, step.n) for prompt in step.pick(step.prompts)), limit=at)
         begun = [some for group in groups if (some := group.partial).rollouts]
         sizes = {group.prompt.id: len(group.rollouts) for group in groups}
@@ -80,7 +72,7 @@ class Arrol(Probing):
             size = len(group.rollouts)
             own, start = scores[start : start + size], start + size
             kept = np.ones(size, dtype=bool)
-            if step.step >= self._warmup and not np.isnan(own).any():
+            if step.step >= self.warmup and not np.isnan(own).any():
                 chances = self._chances(self._calibrated(own))
                 kept = drawn(chances, step.rng.random(size), LEAST - (sizes[group.prompt.id] - size))
             self._dropped += int((~kept).sum())
@@ -94,16 +86,13 @@ class Arrol(Probing):
         rollouts = [rollout for group in begun for rollout in group.rollouts]
         features = narrowed(read(self._runtime, rollouts, layer=self.layer, last=1).features).astype(np.float32)
         scores = self._probe.predict(features)
-        names = [(rollout.request.prompt.id, rollout.request.sample) for rollout in rollouts]
-        self._now = dict(zip(names, zip(features, scores.tolist(), strict=True), strict=True))
+        self._now = dict(zip([one.key for one in rollouts], zip(features, scores.tolist(), strict=True), strict=True))
         return scores
 
     def _calibrated(self, scores: Float[np.ndarray, " N"]) -> Float[np.ndarray, " N"]:
         """Return the share of right ones among earlier rollouts whose score was in the same tenth, one more of the
         tenth's own middle among them."""
-        said, right = (
-            np.concatenate([getattr(s, name) for s in self._probe.steps]) for name in ("predicted", "targets")
-        )
+        _, right, said = map(np.concatenate, zip(*self._probe.steps, strict=True))
         known = ~np.isnan(said)
         count, solved = (np.bincount(_bin(said[known]), weights, BINS) for weights in (None, right[known]))
         middles = (np.arange(BINS) + 0.5) / BINS
@@ -111,15 +100,14 @@ class Arrol(Probing):
 
     def _chances(self, right: Float[np.ndarray, " G"]) -> Float[np.ndarray, " G"]:
         mean = float(right.mean())
-        of_right, of_wrong = self._share / max(mean, TINY), (1 - self._share) / max(1 - mean, TINY)
-        return np.minimum(self._keep * (right * of_right + (1 - right) * of_wrong), 1.0)
+        of_right, of_wrong = self.share / max(mean, TINY), (1 - self.share) / max(1 - mean, TINY)
+        return np.minimum(self.keep * (right * of_right + (1 - right) * of_wrong), 1.0)
 
     def observe(self, step: int, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
-        ended = [(g.prompt.id, r, w) for g in groups for r, w in zip(g.rollouts, g.rewards, strict=True)]
-        named = [((name, rollout.request.sample), float(reward.solved)) for name, rollout, reward in ended]
-        labelled = [(*self._now[key], right) for key, right in named if key in self._now]
+        ended = [pair for group in groups for pair in zip(group.rollouts, group.rewards, strict=True)]
+        labelled = [(*self._now[one.key], float(reward.solved)) for one, reward in ended if one.key in self._now]
         metrics = {"prune/kept": 1 - self._dropped / self._begun} if self._begun else {}
-        if more := [len(rollout) - self._stopped_at for _, rollout, _ in ended if len(rollout) > self._stopped_at]:
+        if more := [len(one) - self._stopped_at for one, _ in ended if len(one) > self._stopped_at]:
             metrics["prune/saved_tokens"] = self._dropped * sum(more) / len(more)
         if labelled:
             features, scores, right = map(np.array, zip(*labelled, strict=True))

@@ -15,48 +15,35 @@ Measured: docs/studies.md.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from math import ceil
-from typing import Annotated
 
 import numpy as np
 import torch
 from jaxtyping import Float
-from pydantic import Field
 from torch import Tensor
 
 from grpo_cli.experimental.aero import require_shares
 from grpo_cli.experimental.reading import PolicyReading, read
 from grpo_cli.experimental.ridge_probe import ProbeRows, Probing
 from grpo_cli.rules.ridge import narrowed
-from grpo_cli.support.ranges import Count, Share
+from grpo_cli.support.ranges import Share
 from grpo_cli.types import ScoredGroup
 
 
+@dataclass(kw_only=True)
 class Poise(Probing):
     """Reward minus what a linear probe predicts from what was read in the others (POISE, arXiv 2605.07579)."""
 
     group, kind = "advantage", "probe"
 
-    def __init__(
-        self,
-        *,
-        ridge: Annotated[float, Field(gt=0)],
-        window: Count,
-        min_rollouts: Annotated[int, Field(ge=2)],
-        mix: Share,
-        clip: bool,
-        layer: Count | None,
-        n: int,
-        prompts: int,
-    ) -> None:
-        self.layer = layer
-        self._mix, self._clip = mix, clip
-        self._probe = self.probe(window, min_rollouts, ridge, n * prompts)
-        self._now: dict[str, ProbeRows] = {}  # of the step that is under way, by prompt
+    mix: Share
+    clip: bool
+    _now: dict[str, ProbeRows] = field(default_factory=dict, init=False)  # of the step that is under way, by prompt
 
     def __call__(self, group: ScoredGroup, kept: Sequence[int]) -> Float[Tensor, " K"]:
         """Raise UserError for rewards outside [0, 1], unless predictions may be, too."""
-        if self._clip:
+        if self.clip:
             require_shares("advantage=probe with advantage.clip=true", group)
         if len(group.totals) < 2:
             return torch.zeros(len(kept))
@@ -66,8 +53,8 @@ class Poise(Probing):
         self._now[group.prompt.id] = ProbeRows(features, group.totals.copy(), found)
         if not np.isnan(found).any():
             predicted = _of_others(found)
-            predicted = predicted.clip(0.0, 1.0) if self._clip else predicted
-            others = (1 - self._mix) * predicted + self._mix * others
+            predicted = predicted.clip(0.0, 1.0) if self.clip else predicted
+            others = (1 - self.mix) * predicted + self.mix * others
         return torch.from_numpy((group.totals - others)[list(kept)])
 
     def observe(self, step: int, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from jaxtyping import Float
+from pydantic import Field
 
 from grpo_cli.history import of_kind
 from grpo_cli.interfaces import Runtime
 from grpo_cli.rules.ridge import RidgeHead, fit_ridge
 from grpo_cli.support.errors import UserError
+from grpo_cli.support.ranges import Count
 
-_ARRAYS = ("features", "targets", "predicted")
 
-
-@dataclass(frozen=True)
-class ProbeRows:
+class ProbeRows(NamedTuple):
     """Rows of a step: features, what was true of each, and what was predicted (NaN: nothing)."""
 
     features: Float[np.ndarray, "N F"]
@@ -47,40 +46,45 @@ class RidgeProbe:
     def add(self, seen: Sequence[ProbeRows]) -> None:
         """Learn from a step's rows, if there are any."""
         if seen:
-            joined = (np.concatenate([getattr(one, name) for one in seen]) for name in _ARRAYS)
-            self.steps = (*self.steps, ProbeRows(*joined))[-self._window :]
+            joined = ProbeRows(*map(np.concatenate, zip(*seen, strict=True)))
+            self.steps = (*self.steps, joined)[-self._window :]
             self.fit()
 
     def fit(self) -> None:
         self._head = None
         if self.rows >= self._least:
-            features, targets = (np.concatenate([getattr(s, name) for s in self.steps]) for name in _ARRAYS[:2])
+            features, targets, _ = map(np.concatenate, zip(*self.steps, strict=True))
             self._head = fit_ridge(features.astype(np.float64), targets, self._ridge)
 
 
+@dataclass(kw_only=True)
 class Probing:
-    """A rule that learns a probe, of which its state is made; `kind` is its choice in `group`."""
+    """A rule that learns a probe, of which its state is made; `kind` is its choice in `group`. UserError if `window`
+    steps have fewer than `min_rollouts` rollouts, `n` of each of `prompts`."""
 
     group: ClassVar[str]
     kind: ClassVar[str]
-    layer: int | None
-    _probe: RidgeProbe
-    _runtime: Runtime
+    ridge: Annotated[float, Field(gt=0)]
+    window: Count
+    min_rollouts: Annotated[int, Field(ge=2)]
+    layer: Count | None
+    n: int
+    prompts: int
 
-    def probe(self, window: int, least: int, ridge: float, rollouts: int) -> RidgeProbe:
-        """Return the probe. UserError if `window` steps of `rollouts` each have fewer than `least` rollouts."""
-        if least > window * rollouts:
+    def __post_init__(self) -> None:
+        most = self.window * self.n * self.prompts
+        if self.min_rollouts > most:
             raise UserError(
-                f"{self.group}.min_rollouts={least} is more than the {window * rollouts} rollouts of "
-                f"{self.group}.window={window} steps: lower it, or raise the window"
+                f"{self.group}.min_rollouts={self.min_rollouts} is more than the {most} rollouts of "
+                f"{self.group}.window={self.window} steps: lower it, or raise the window"
             )
-        return RidgeProbe(window=window, least=least, ridge=ridge)
+        self._probe = RidgeProbe(window=self.window, least=self.min_rollouts, ridge=self.ridge)
 
     def setup(self, runtime: Runtime) -> None:
         self._runtime = runtime
 
     def state_dict(self) -> dict[str, Any]:
-        steps = [{name: torch.from_numpy(getattr(step, name)) for name in _ARRAYS} for step in self._probe.steps]
+        steps = [{name: torch.from_numpy(own) for name, own in step._asdict().items()} for step in self._probe.steps]
         return {"kind": self.kind, "layer": self.layer, "steps": steps}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
@@ -89,5 +93,6 @@ class Probing:
         if found["layer"] != self.layer:
             before = "null" if found["layer"] is None else found["layer"]
             raise UserError(f"the checkpoint's probe has learnt from {self.group}.layer={before}: resume with that")
-        self._probe.steps = tuple(ProbeRows(*(step[name].numpy() for name in _ARRAYS)) for step in found["steps"])
+        steps = ({name: own.numpy() for name, own in step.items()} for step in found["steps"])
+        self._probe.steps = tuple(ProbeRows(**step) for step in steps)
         self._probe.fit()

@@ -16,12 +16,9 @@ Measured: docs/studies.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
-
-import numpy as np
-from jaxtyping import Float, Int
 
 from grpo_cli.experimental.arrol import look_at
 from grpo_cli.experimental.given import begun_with
@@ -53,61 +50,58 @@ class _Tree:
 
     def left(self, groups: Sequence[Group]) -> list[Group]:
         """Return the groups without what was given up."""
-        found = [tuple(one for one in group.rollouts if _name(one) not in self.pruned) for group in groups]
+        found = [tuple(one for one in group.rollouts if one.key not in self.pruned) for group in groups]
         return [Group(group.prompt, some) for group, some in zip(groups, found, strict=True)]
 
 
+@dataclass(kw_only=True)
 class Lookahead:
     """A share of each group branches off one rollout of the prompt; the others are plain (LATR, arXiv 2510.24302)."""
 
     resumes: ClassVar[bool] = True
     one_turn: ClassVar[bool] = True
-    _runtime: Runtime
 
-    def __init__(
-        self,
-        *,
-        tau_abs: Share,
-        tau_rel: Share,
-        tau_edit: Share,
-        chunk: Count,
-        prune_after: Sequence[int],
-        hand_over: Count | None,
-        share: Sequence[Share],
-        since: Sequence[int],
-    ) -> None:
-        if len(share) != len(since) or list(since) != sorted({0, *since}):
+    tau_abs: Share
+    tau_rel: Share
+    tau_edit: Share
+    chunk: Count
+    prune_after: Sequence[int]
+    hand_over: Count | None
+    share: Sequence[Share]
+    since: Sequence[int]
+
+    def __post_init__(self) -> None:
+        if len(self.share) != len(self.since) or list(self.since) != sorted({0, *self.since}):
             raise UserError(
-                f"collector.since={list(since)} must be the steps, from 0 on, at which each of collector.share="
-                f"{list(share)} begins: as many, and in order"
+                f"collector.since={list(self.since)} must be the steps, from 0 on, at which each of collector.share="
+                f"{list(self.share)} begins: as many, and in order"
             )
-        if list(prune_after) != sorted(set(prune_after)) or min(prune_after, default=1) < 1:
-            raise UserError(f"collector.prune_after={list(prune_after)} must be numbers of tokens, from 1 on, in order")
-        self._tau_abs, self._tau_rel, self._tau_edit = tau_abs, tau_rel, tau_edit
-        self._chunk, self._prune_after, self._hand_over = chunk, prune_after, hand_over
-        self._shares = list(zip(since, share, strict=True))
+        ages = list(self.prune_after)
+        if ages != sorted(set(ages)) or min(ages, default=1) < 1:
+            raise UserError(f"collector.prune_after={ages} must be numbers of tokens, from 1 on, in order")
 
     def setup(self, runtime: Runtime) -> None:
         self._runtime = runtime
 
     def __call__(self, step: StepRollouts) -> list[ScoredGroup]:
-        until = look_at("collector.hand_over", self._hand_over, step.sampling.max_new_tokens)
-        leaves = round([part for first, part in self._shares if first <= step.step][-1] * step.n)
-        prompts, tree, length = step.pick(step.prompts), _Tree(), min(self._chunk, until)
+        until = look_at("collector.hand_over", self.hand_over, step.sampling.max_new_tokens)
+        share = [share for first, share in zip(self.since, self.share, strict=True) if first <= step.step][-1]
+        leaves = round(share * step.n)
+        prompts, tree, length = step.pick(step.prompts), _Tree(), min(self.chunk, until)
         if leaves:
             step.generate(((prompt, 1) for prompt in prompts), limit=length)
         while leaves and length < until:
-            self._prune(step.groups, tree)
-            begun = self._branches(tree.left(step.groups), tree, leaves)
-            live = _live(tree.left(step.groups))
-            if not begun and (not live or self._is_settled(tree.left(step.groups), tree, leaves)):
+            known = {one.key: one for group in tree.left(step.groups) for one in group.rollouts}
+            tree.pruned |= {name for name, one in known.items() if self._stays_close(one, known, tree)}
+            left = tree.left(step.groups)
+            begun, live = self._branches(left, tree, leaves), _live(left)
+            if not begun and (not live or self._is_settled(left, tree, leaves)):
                 break
-            length = min(length + self._chunk, until)
+            length = min(length + self.chunk, until)
             born = _born(step.groups, tree, begun)
             step.generate([*live, *(Group(one.request.prompt, (one,)) for one in born)], limit=length)
-            fresh = {_name(one) for one in born}  # what comes up with a branch is passed over
-            grown = [one for group in step.groups for one in group.rollouts]
-            tree.read |= {_name(one): len(one) for one in grown if _name(one) in fresh}
+            fresh = {one.key for one in born}  # what comes up with a branch is passed over
+            tree.read |= {one.key: len(one) for group in step.groups for one in group.rollouts if one.key in fresh}
         left = tree.left(step.groups)
         counts = {group.prompt.id: len(group.rollouts) for group in left}
         step.generate([*_live(left), *((p, step.n - counts.get(p.id, 0)) for p in prompts)])
@@ -115,24 +109,19 @@ class Lookahead:
         step.note("pruned", len(tree.pruned))
         return step.score(step.groups)
 
-    def _prune(self, groups: Sequence[Group], tree: _Tree) -> None:
-        """Give up the branches that have stayed too close to what they left."""
-        known = {_name(rollout): rollout for group in tree.left(groups) for rollout in group.rollouts}
-        tree.pruned.update([name for name, one in known.items() if self._stays_close(one, known, tree)])
-
     def _stays_close(self, one: Rollout, known: Mapping[Name, Rollout], tree: _Tree) -> bool:
         """True if a stretch since the last reading is too close to its origin; False where either has ended."""
-        branch = tree.branches.get(_name(one))
+        branch = tree.branches.get(one.key)
         if branch is None or not one.is_partial:
             return False
         close, parent, start = False, known.get(branch.parent), branch.place
-        for after in self._prune_after[branch.passed :]:
+        for after in self.prune_after[branch.passed :]:
             if len(one) < start + after:
                 break
             branch.passed += 1
             if parent is not None and parent.is_partial and len(parent) >= start + after:
                 stretches = (r.token_ids[start : start + after] for r in (one, parent))
-                close = close or edit_distance(*stretches) / after < self._tau_edit
+                close = close or edit_distance(*stretches) / after < self.tau_edit
         return close
 
     def _branches(self, groups: Sequence[Group], tree: _Tree, leaves: int) -> list[tuple[Rollout, int, int]]:
@@ -140,34 +129,26 @@ class Lookahead:
         prompt, the earliest first."""
         found: list[tuple[Rollout, int, int]] = []
         for group in groups:
-            grown = [one for one in group.rollouts if len(one) > tree.read.get(_name(one), 0)]
+            grown = [one for one in group.rollouts if len(one) > tree.read.get(one.key, 0)]
             if not grown or len(group.rollouts) >= leaves:
                 continue
-            reading = read(self._runtime, grown, tokens=True)
-            own = [
-                (one, place, other)
-                for one, probs, ids in zip(grown, reading.top_probs, reading.top_ids, strict=True)
-                for place, other in self._hesitations(one, probs, ids, tree.read.get(_name(one), 0))
-                if other not in self._runtime.ends
-            ]
+            reading, own = read(self._runtime, grown, tokens=True), list[tuple[Rollout, int, int]]()
+            for one, probs, ids in zip(grown, reading.top_probs, reading.top_ids, strict=True):
+                for place in range(tree.read.get(one.key, 0), len(one)):
+                    (first, second), (likeliest, next_one) = probs[place], ids[place].tolist()
+                    other = next_one if one.token_ids[place] == likeliest else likeliest
+                    is_close = second > self.tau_abs and first - second < self.tau_rel
+                    if is_close and other not in self._runtime.ends:
+                        own.append((one, place, other))
             earliest = sorted(own, key=lambda begun: (begun[1], begun[0].request.sample))
             found += earliest[: leaves - len(group.rollouts)]
-        tree.read |= {_name(rollout): len(rollout) for group in groups for rollout in group.rollouts}
+        tree.read |= {rollout.key: len(rollout) for group in groups for rollout in group.rollouts}
         return found
-
-    def _hesitations(
-        self, rollout: Rollout, probs: Float[np.ndarray, "L 2"], ids: Int[np.ndarray, "L 2"], since: int
-    ) -> Iterator[tuple[int, int]]:
-        """Yield places from `since` on at which the two likeliest tokens are close, and the one that was not taken."""
-        for place in range(since, len(rollout)):
-            (first, second), (likeliest, next_one) = probs[place], ids[place].tolist()
-            if second > self._tau_abs and first - second < self._tau_rel:
-                yield place, next_one if rollout.token_ids[place] == likeliest else likeliest
 
     def _is_settled(self, groups: Sequence[Group], tree: _Tree, leaves: int) -> bool:
         """True if every tree has its leaves, and no branch of them is to be judged yet."""
-        names = (_name(rollout) for group in groups for rollout in group.partial.rollouts)
-        young = any(name in tree.branches and tree.branches[name].passed < len(self._prune_after) for name in names)
+        names = (rollout.key for group in groups for rollout in group.partial.rollouts)
+        young = any(name in tree.branches and tree.branches[name].passed < len(self.prune_after) for name in names)
         return not young and all(len(group.rollouts) >= leaves for group in groups)
 
 
@@ -176,15 +157,11 @@ def _born(groups: Sequence[Group], tree: _Tree, asked: Sequence[tuple[Rollout, i
     sizes = {group.prompt.id: len(group.rollouts) for group in groups}
     born = []
     for parent, place, other in asked:
-        name, given = _name(parent)[0], (*parent.token_ids[:place], other)
+        name, given = parent.key[0], (*parent.token_ids[:place], other)
         sample, sizes[name] = sizes[name], sizes[name] + 1
         born.append(begun_with(parent.request, given, sample, "branch", place))
-        tree.branches[name, sample] = _Branch(_name(parent), place)
+        tree.branches[name, sample] = _Branch(parent.key, place)
     return born
-
-
-def _name(rollout: Rollout) -> Name:
-    return rollout.request.prompt.id, rollout.request.sample
 
 
 def _live(groups: Sequence[Group]) -> tuple[Group, ...]:

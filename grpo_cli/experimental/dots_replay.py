@@ -10,6 +10,7 @@ Measured: docs/studies.md (accuracy was lower).
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from fractions import Fraction
 from math import ceil
 from typing import Annotated
@@ -23,6 +24,7 @@ from grpo_cli.support.ranges import Count
 from grpo_cli.types import ScoredGroup
 
 
+@dataclass(kw_only=True)
 class GroupStore(HoldsGroups):
     """A share of the step's prompts is new, and stored groups take the place of the others; too few are filled up.
 
@@ -32,24 +34,18 @@ class GroupStore(HoldsGroups):
     """
 
     kind, held = "fifo", "stored"
-    _held: tuple[ScoredGroup, ...] = ()  # the oldest first
-
-    def __init__(
-        self,
-        *,
-        fresh: Annotated[float, Field(gt=0, le=1)],
-        capacity: Count,
-        max_lag: Annotated[int | None, Field(ge=1)],
-    ) -> None:
-        self._share, self._capacity, self._max_lag = Fraction(str(fresh)), capacity, max_lag
+    fresh: Annotated[float, Field(gt=0, le=1)]
+    capacity: Count
+    max_lag: Annotated[int | None, Field(ge=1)]
+    _held: tuple[ScoredGroup, ...] = field(default=(), init=False)  # the oldest first
 
     def __call__(self, step: StepRollouts) -> list[ScoredGroup]:
-        most = step.version if self._max_lag is None else self._max_lag
+        most = step.version if self.max_lag is None else self.max_lag
         stored = [group for group in self._held if lag(group, step.version) <= most]
-        count = max(ceil(self._share * step.prompts), step.prompts - len(stored))
+        count = max(ceil(Fraction(str(self.fresh)) * step.prompts), step.prompts - len(stored))
         groups = step.score(step.generate((prompt, step.n) for prompt in step.pick(count)))
         new = {group.prompt.id for group in groups}
         others = [group for group in stored if group.prompt.id not in new]
         places = step.rng.permutation(len(others))[: max(step.prompts - len(groups), 0)]
-        self._held = tuple([*others, *(group for group in groups if group.rewards_differ)][-self._capacity :])
+        self._held = tuple([*others, *(group for group in groups if group.rewards_differ)][-self.capacity :])
         return [*groups, *(others[place] for place in sorted(places))]

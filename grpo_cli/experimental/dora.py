@@ -18,7 +18,7 @@ Measured: docs/studies.md.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil, exp
 from typing import Annotated, NamedTuple
@@ -48,10 +48,6 @@ class Leaf(NamedTuple):
         return exp(mean_logprob(self.reply))
 
 
-# Returns how many completions continue from each leaf, given the directions of the leaves and the number of places.
-SharesOut = Callable[[Sequence[Leaf], Float[np.ndarray, "L H"], int], Sequence[int]]
-
-
 @facts(resumes=True, one_turn=True)
 @dataclass(frozen=True, kw_only=True)
 class Tree(SearchMethod):
@@ -62,7 +58,34 @@ class Tree(SearchMethod):
     every: Count
 
     def choose(self, searching: Searching) -> list[Rollout]:
-        return [voted(searching, row) for row in grown(searching, self.width, self.every, self._counts)]
+        return [voted(searching, row) for row in self._grown(searching)]
+
+    def _grown(self, searching: Searching) -> list[list[Rollout]]:
+        """Return `width` whole completions of each prompt, fewer where the rule counts less than there is."""
+        begun = searching.begin(self.width)
+        trees = [[Leaf(one, ()) for one in row] for row in begun]
+        ended: list[list[Rollout]] = [[] for _ in begun]
+        step = self.every if self.width > 1 else None  # in one piece, as plain sampling
+        while any(trees):
+            rows = searching.go_on([[leaf.reply for leaf in tree] for tree in trees], step)
+            for number, row in enumerate(rows):
+                ended[number] += [one for one in row if not one.is_partial]
+                moved = [Leaf(one, leaf.path) for one, leaf in zip(row, trees[number], strict=True)]
+                trees[number] = [leaf for leaf in moved if leaf.reply.is_partial]
+            live = [leaf.reply for tree in trees for leaf in tree]
+            states = iter(searching.states(live)) if live else iter(())
+            for number, tree in enumerate(trees):
+                own = np.array([next(states) for _ in tree])
+                taken = {one.request.sample for one in ended[number]}
+                free = [one.request for one in begun[number] if one.request.sample not in taken]
+                again = self._counts(tree, own, len(free)) if tree else []
+                copies = [leaf for leaf, count in zip(tree, again, strict=True) for _ in range(count)]
+                # Each continues with the random stream of the place that it takes.
+                trees[number] = [
+                    Leaf(replace(one.reply, request=request), (*one.path, one.reply.request.sample))
+                    for one, request in zip(copies, free, strict=False)
+                ]
+        return ended
 
     @abstractmethod
     def _counts(self, leaves: Sequence[Leaf], states: Float[np.ndarray, "L H"], places: int) -> list[int]:
@@ -75,34 +98,6 @@ class Dora(Tree):
 
     def _counts(self, leaves: Sequence[Leaf], states: Float[np.ndarray, "L H"], places: int) -> list[int]:
         return shared_out([leaf.score for leaf in leaves], cosines(states), places, self.temperature)
-
-
-def grown(searching: Searching, width: int, every: int, counts: SharesOut) -> list[list[Rollout]]:
-    """Return `width` whole completions of each prompt, fewer where `counts` gives out less than there is."""
-    begun = searching.begin(width)
-    trees = [[Leaf(one, ()) for one in row] for row in begun]
-    ended: list[list[Rollout]] = [[] for _ in begun]
-    step = every if width > 1 else None  # in one piece, as plain sampling
-    while any(trees):
-        rows = searching.go_on([[leaf.reply for leaf in tree] for tree in trees], step)
-        for number, row in enumerate(rows):
-            ended[number] += [one for one in row if not one.is_partial]
-            moved = [Leaf(one, leaf.path) for one, leaf in zip(row, trees[number], strict=True)]
-            trees[number] = [leaf for leaf in moved if leaf.reply.is_partial]
-        live = [leaf.reply for tree in trees for leaf in tree]
-        states = iter(searching.states(live)) if live else iter(())
-        for number, tree in enumerate(trees):
-            own = np.array([next(states) for _ in tree])
-            taken = {one.request.sample for one in ended[number]}
-            free = [one.request for one in begun[number] if one.request.sample not in taken]
-            again = counts(tree, own, len(free)) if tree else []
-            copies = [leaf for leaf, count in zip(tree, again, strict=True) for _ in range(count)]
-            # Each continues with the random stream of the place that it takes.
-            trees[number] = [
-                Leaf(replace(one.reply, request=request), (*one.path, one.reply.request.sample))
-                for one, request in zip(copies, free, strict=False)
-            ]
-    return ended
 
 
 def rebase(scores: Sequence[float], places: int, temperature: float) -> list[int]:

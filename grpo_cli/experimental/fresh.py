@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from grpo_cli.rules.advantage import Epsilon, StatsOver, grpo
 from grpo_cli.types import GIVEN, ScoredGroup
@@ -24,10 +25,8 @@ from grpo_cli.types import GIVEN, ScoredGroup
 
 def weighed(advantages: Float[Tensor, " K"], weights: Sequence[Any]) -> Float[Tensor, "K T"]:
     """Return each rollout's advantage times the weights of its tokens."""
-    found = torch.zeros(len(weights), max(map(len, weights)), dtype=torch.float64)
-    for row, own in enumerate(weights):
-        found[row, : len(own)] = advantages[row] * torch.tensor(np.asarray(own), dtype=torch.float64)
-    return found
+    rows = [torch.as_tensor(own, dtype=torch.float64) for own in weights]
+    return advantages[:, None] * pad_sequence(rows, batch_first=True)
 
 
 def fresh(group: ScoredGroup, kept: Sequence[int], *, stats_over: StatsOver, eps: Epsilon) -> Float[Tensor, "K T"]:

@@ -6,7 +6,7 @@ Measured: docs/studies.md
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,17 @@ class Oracle:
     def __init__(self, lengths: str | Path) -> None:
         self._source = str(lengths)
         by_step: dict[str, dict[int, dict[int, int]]] = {}
-        for prompt_id, step, sample, length in _lengths_in(lengths):
-            by_step.setdefault(prompt_id, {}).setdefault(step, {})[sample] = length
+        for number, row in records(self._source, "predictor.lengths"):
+            fields = row if isinstance(row, Mapping) else {}
+            name, numbers = fields.get("prompt_id"), [fields.get(field) for field in ("step", "sample", "length")]
+            whole = [one for one in numbers if isinstance(one, int)]
+            if not isinstance(name, str) or len(whole) < 3 or whole[2] < 1:
+                raise UserError(
+                    f"predictor.lengths={lengths}, line {number} is {str(row)[:80]}: give the rollouts.jsonl of an "
+                    "earlier run"
+                )
+            step, sample, length = whole
+            by_step.setdefault(name, {}).setdefault(step, {})[sample] = length
         if not by_step:
             raise UserError(f"predictor.lengths={lengths} has no rollouts: record some with record.rollouts=-1")
         self._recorded = {prompt_id: [steps[step] for step in sorted(steps)] for prompt_id, steps in by_step.items()}
@@ -65,16 +74,3 @@ class Oracle:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         of_kind(state, "predictor", "oracle")
         self._replayed = Counter({name: int(times) for name, times in state["replayed"].items()})
-
-
-def _lengths_in(path: str | Path) -> Iterator[tuple[str, int, int, int]]:
-    """Yield prompt, step, sample and length of each row of a `rollouts.jsonl`. UserError for another file's."""
-    for number, row in records(str(path), "predictor.lengths"):
-        fields = row if isinstance(row, Mapping) else {}
-        name, numbers = fields.get("prompt_id"), [fields.get(field) for field in ("step", "sample", "length")]
-        whole = [one for one in numbers if isinstance(one, int)]
-        if not isinstance(name, str) or len(whole) < 3 or whole[2] < 1:
-            raise UserError(
-                f"predictor.lengths={path}, line {number} is {str(row)[:80]}: give the rollouts.jsonl of an earlier run"
-            )
-        yield name, whole[0], whole[1], whole[2]

@@ -15,6 +15,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
@@ -33,8 +34,7 @@ MOST_CHARACTERS = 100_000  # of one message: a model's context is no longer
 MOST_WAITING = 4096
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # in the text of an error, which has to be the same twice
 _OBJECT = re.compile(r"<.* at 0x[0-9a-fA-F]+>")
-_TAG = re.compile(r"</?think>|</?tool_call>")
-_BEGIN, _CLOSE = re.compile(r"\s*"), re.compile(r"\s*</tool_call>")
+_TAG, _CLOSE = re.compile(r"(</?think>|</?tool_call>)\s*"), re.compile(r"\s*</tool_call>")
 
 Functions = Mapping[str, Callable[..., Any]]
 Call = tuple[str, Callable[[], Any]]  # a name, and its function with the arguments
@@ -168,11 +168,11 @@ def calls_of(functions: Functions, turn: str, in_thought: bool) -> list[Call | s
     place = _behind(turn, "</think>", 0) if in_thought else 0
     while tag := _TAG.search(turn, place):
         place = tag.end()
-        if tag[0] == "<think>":
+        if tag[1] == "<think>":
             place = _behind(turn, "</think>", place)
-        elif tag[0] == "</think>":  # all before it was a thought
+        elif tag[1] == "</think>":  # all before it was a thought
             found.clear()
-        elif tag[0] == "</tool_call>":
+        elif tag[1] == "</tool_call>":
             found.append("the tool call has no beginning: open it with <tool_call>")
         else:
             call, place = _call(functions, turn, place)
@@ -188,12 +188,9 @@ def _behind(text: str, mark: str, start: int) -> int:
 def _call(functions: Functions, turn: str, start: int) -> tuple[Call | str, int]:
     """Return the call that begins at a place, or what is wrong with it, and where it ends."""
     close = None
-    try:
-        begin = _BEGIN.match(turn, start)
-        read, end = json.JSONDecoder().raw_decode(turn, begin.end() if begin else start)
+    with suppress(ValueError, RecursionError):
+        read, end = json.JSONDecoder().raw_decode(turn, start)
         close = _CLOSE.match(turn, end)
-    except (ValueError, RecursionError):
-        pass
     if close is None:
         another = turn.find("<tool_call>", start)
         end = turn.rfind("</tool_call>", start, len(turn) if another < 0 else another)
@@ -222,9 +219,8 @@ class Environment:
 
         self.name, self._seconds, self._thinks, self._functions = name, seconds, thinks, functions
         self.note: Callable[[Observation], None] = lambda found: None  # of the errors of a last turn
-        with explained(
-            f"{name} cannot be described to the model", "; give each argument a type and a line under Args:"
-        ):
+        advice = "; give each argument a type and a line under Args:"
+        with explained(f"{name} cannot be described to the model", advice):
             self.tools = tuple(map(get_json_schema, functions.values()))
 
     def observe(self, prompt: Prompt, row: Mapping[str, Any], turns: Sequence[str], who: str) -> Observation:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import shlex
+import shutil
 import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -196,9 +198,12 @@ def export(
 @app.command(epilog="an example is: grpo init my_experiment")
 def init(folder: Annotated[Path, typer.Argument(help="A new folder.")]) -> None:
     """Write an experiment of your own to start from."""
-    from grpo_cli.cli.init import init as written
+    from grpo_cli.runs.files import folder_written_atomically, place_of_new
 
-    commands = written(folder)
+    place, template = place_of_new(folder), Path(__file__).with_name("template")
+    with folder_written_atomically(place) as written:
+        shutil.copytree(template, written, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+    commands = re.findall(r"^    (.*)$", (place / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
     typer.echo("\n".join([f"cd {shlex.quote(str(folder))}", *commands]))
 
 

@@ -51,12 +51,10 @@ class ProcessLauncher:
         typed: Any = OmegaConf.to_container(config.hydra.overrides, resolve=False)
         self._typed, self._typed_of_hydra = typed["task"], typed["hydra"]
         self._sweep.of_hydra = [word for word in self._typed_of_hydra if not is_of(word, _OF_THE_SWEEP)]
-        self._sweep.folder = Path(config.hydra.sweep.dir)
-        if str(self._sweep.folder).startswith("~"):
-            raise UserError(
-                f"hydra.sweep.dir={self._sweep.folder}: give the home folder in full, or ~ becomes a folder"
-            )
-        self._folder = self._sweep.folder.absolute()
+        self._sweep.folder = folder = Path(config.hydra.sweep.dir)
+        if str(folder).startswith("~"):
+            raise UserError(f"hydra.sweep.dir={folder}: give the home folder in full, or ~ becomes a folder")
+        self._folder = folder.absolute()
         if not is_a(int, self._at_a_time) or self._at_a_time < 1:
             raise UserError(f"hydra.launcher.jobs={shown(self._at_a_time)} must be a whole number of at least 1")
         several = isinstance(self._gpus, Sequence) and not isinstance(self._gpus, str) and len(self._gpus)
@@ -66,7 +64,7 @@ class ProcessLauncher:
         self._places = places(self._at_a_time, gpus, os.environ)
         if not self._sweep.resume and (self._folder / SWEEP).exists():
             raise UserError(
-                f"{self._sweep.folder} already holds a sweep; continue it by resume=sweep, or choose another folder "
+                f"{folder} already holds a sweep; continue it by resume=sweep, or choose another folder "
                 "with hydra.sweep.dir=<folder>"
             )
 

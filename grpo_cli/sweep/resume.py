@@ -73,9 +73,12 @@ def sweep_of(command: str, given: Sequence[str], check: Callable[[DictConfig], s
 
     With `resume=sweep` they are those that the sweep began with, UserError if they cannot be found.
     """
-    if RESUME not in given:
-        return for_the_sweeper(command, given), Sweep(command, check)
-    return started_with(command, [word for word in given if word != RESUME]), Sweep(command, check, resume=True)
+    if RESUME in given:
+        return started_with(command, [word for word in given if word != RESUME]), Sweep(command, check, resume=True)
+    needed = dict[str, str]()
+    if "hydra/sweeper=optuna" in given:  # to find the highest accuracy or, for profiles, the lowest peak memory
+        needed = {"direction": "minimize" if command == "profile" else "maximize", **_FOR_OPTUNA}
+    return [*(f"hydra.sweeper.{key}={value}" for key, value in needed.items()), *given], Sweep(command, check)
 
 
 def started_with(command: str, own: Sequence[str]) -> list[str]:
@@ -99,15 +102,6 @@ def started_with(command: str, own: Sequence[str]) -> list[str]:
             f"resume=sweep continues the jobs unchanged: leave out {' '.join(changed)}, or start a new sweep"
         )
     return [*recorded, *new, f"hydra.sweep.dir={quoted(str(folder))}"]
-
-
-def for_the_sweeper(command: str, given: Sequence[str]) -> list[str]:
-    """Return the overrides, preceded by what `hydra/sweeper=optuna` needs to find the best run: the one with the
-    highest accuracy or, for profiles, the lowest peak memory."""
-    if "hydra/sweeper=optuna" not in given:
-        return list(given)
-    ours = {"direction": "minimize" if command == "profile" else "maximize", **_FOR_OPTUNA}
-    return [*(f"hydra.sweeper.{key}={value}" for key, value in ours.items()), *given]
 
 
 def is_of(word: str, parts: Sequence[str]) -> bool:

@@ -66,28 +66,25 @@ class Arrol(Probing):
         begun = [some for group in groups if (some := group.partial).rollouts]
         sizes = {group.prompt.id: len(group.rollouts) for group in groups}
         self._begun, self._dropped, self._now = sum(len(group.rollouts) for group in begun), 0, {}
-        scores = self._read(begun) if begun else np.empty(0)
-        left, start = [], 0
-        for group in begun:
-            size = len(group.rollouts)
-            own, start = scores[start : start + size], start + size
-            kept = np.ones(size, dtype=bool)
+        left = []
+        for group, own in zip(begun, self._read(begun) if begun else (), strict=True):
+            kept = np.ones(len(own), dtype=bool)
             if step.step >= self.warmup and not np.isnan(own).any():
                 chances = self._chances(self._calibrated(own))
-                kept = drawn(chances, step.rng.random(size), LEAST - (sizes[group.prompt.id] - size))
+                kept = drawn(chances, step.rng.random(len(own)), LEAST - (sizes[group.prompt.id] - len(own)))
             self._dropped += int((~kept).sum())
             stay = tuple(one for one, stays in zip(group.rollouts, kept, strict=True) if stays)
             left += [Group(group.prompt, stay)] * bool(stay)
         step.generate(left)
         return [group for group in step.score(step.groups) if group.rollouts]
 
-    def _read(self, begun: Sequence[Group]) -> Float[np.ndarray, " N"]:
-        """Return what the head predicts of each, NaN if nothing yet, and remember the features."""
+    def _read(self, begun: Sequence[Group]) -> list[Float[np.ndarray, " G"]]:
+        """Return what the head predicts of each group's rollouts, NaN if nothing yet, and remember the features."""
         rollouts = [rollout for group in begun for rollout in group.rollouts]
         features = narrowed(read(self._runtime, rollouts, layer=self.layer, last=1).features).astype(np.float32)
         scores = self._probe.predict(features)
         self._now = dict(zip([one.key for one in rollouts], zip(features, scores.tolist(), strict=True), strict=True))
-        return scores
+        return np.split(scores, np.cumsum([len(group.rollouts) for group in begun])[:-1])
 
     def _calibrated(self, scores: Float[np.ndarray, " N"]) -> Float[np.ndarray, " N"]:
         """Return the share of right ones among earlier rollouts whose score was in the same tenth, one more of the

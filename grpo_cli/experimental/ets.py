@@ -29,16 +29,14 @@ from grpo_cli.experimental.dora import Leaf, Tree, cosines, rebase
 
 NEAR = 0.05  # the cosine distance up to which directions are one cluster
 
-Path = tuple[int, ...]
 Weight = Annotated[float, Field(ge=0)]
-Width = Annotated[int, Field(ge=1, le=20)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ets(Tree):
     """A tree of which branches are cut that cost more than they are worth."""
 
-    width: Width
+    width: Annotated[int, Field(ge=1, le=20)]
     cost: Weight
     diversity: Weight
 
@@ -47,14 +45,12 @@ class Ets(Tree):
         counts = rebase(scores, places, self.temperature)
         worth, labels = [count / sum(counts) for count in counts], clusters(cosines(states))
         kept = chosen(worth, [leaf.path for leaf in leaves], labels, self.cost, self.diversity)
-        found = [0] * len(leaves)
-        for i, count in zip(kept, rebase([scores[i] for i in kept], places, self.temperature), strict=True):
-            found[i] = count
-        return found
+        again = dict(zip(kept, rebase([scores[i] for i in kept], places, self.temperature), strict=True))
+        return [again.get(i, 0) for i in range(len(leaves))]
 
 
 def chosen(
-    worth: Sequence[float], paths: Sequence[Path], labels: Sequence[int], cost: float, diversity: float
+    worth: Sequence[float], paths: Sequence[tuple[int, ...]], labels: Sequence[int], cost: float, diversity: float
 ) -> list[int]:
     """Return the leaves that continue, at least one: those that are worth most together.
 

@@ -86,10 +86,9 @@ def right_and_some_wrong(
     if num_right + wrong > keep:
         num_right = min(num_right, keep - min(wrong, keep // 2))
         wrong = keep - num_right
-    drawn = [
-        rng.choice(np.flatnonzero(of), count, replace=False) for of, count in ((right, num_right), (~right, wrong))
-    ]
-    return np.concatenate(drawn).tolist()
+    drawn_right = rng.choice(np.flatnonzero(right), num_right, replace=False)
+    drawn_wrong = rng.choice(np.flatnonzero(~right), wrong, replace=False)
+    return [*drawn_right.tolist(), *drawn_wrong.tolist()]
 
 
 def beta(

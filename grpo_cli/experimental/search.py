@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from hashlib import blake2b
 
 import numpy as np
 from jaxtyping import Float
@@ -80,8 +79,7 @@ class Searching:
                 f"search=pdr makes prompt {prompt.id!r} {len(tokens)} tokens long, and {most} fit beside "
                 f"sampling.max_new_tokens={self._sampling.max_new_tokens}: lower search.workspace"
             )
-        digest = blake2b(",".join(map(str, tokens)).encode(), digest_size=8).hexdigest()
-        context = Prompt(f"{prompt.id}~{digest}", tokens, prompt.answer)
+        context = Prompt(f"{prompt.id}~{seed_of(*tokens):x}", tokens, prompt.answer)
         self._problems[context.id] = prompt
         return context
 

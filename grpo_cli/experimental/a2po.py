@@ -32,8 +32,6 @@ from grpo_cli.tracking.examples import raw_text
 from grpo_cli.types import Batch, LossOutput, ScoredGroup, Totals
 
 Beta = Annotated[float, Field(gt=0, le=1e3)]
-
-
 WRITE_IT = "grpo eval eval.split=train eval.problems=-1 eval.k=8"
 
 

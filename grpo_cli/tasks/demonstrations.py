@@ -7,7 +7,7 @@ between two replies) is only read.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -17,7 +17,7 @@ from grpo_cli.interfaces import KnowsSolutions, Runtime
 from grpo_cli.settings import RunSettings, Sampling
 from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.problems import records, value_of, where, without_nulls
-from grpo_cli.tasks.prompting import Prompting, Tokenizer, encode_behind, turn_end
+from grpo_cli.tasks.prompting import Prompting, Tokenizer, Warn, encode_behind, turn_end
 from grpo_cli.types import ENVIRONMENT, GIVEN, Finish, Prompt, Request, Rollout, Span
 
 Parts = Sequence[tuple[bool, Sequence[int]]]  # whether others say it, and its tokens
@@ -31,9 +31,7 @@ def demonstration(prompt: Prompt, parts: Parts) -> Rollout:
     return Rollout(request, tokens, (math.nan,) * len(tokens), Finish.EOS, spans)
 
 
-def demonstrations(
-    settings: RunSettings, runtime: Runtime, room: int, warn: Callable[[str], None]
-) -> tuple[Rollout, ...]:
+def demonstrations(settings: RunSettings, runtime: Runtime, room: int, warn: Warn) -> tuple[Rollout, ...]:
     """Return what `train.warmup=sft` imitates, of at most `room` tokens. UserError where there is nothing."""
     train, tokenizer = settings.train, runtime.tokenizer
     chat = tokenizer.chat_template and (train.warmup_path or settings.parts["task"].get("use_chat_template"))
@@ -52,9 +50,7 @@ def demonstrations(
     return shown
 
 
-def solutions(
-    task: Any, field: str, tokenizer: Tokenizer, eos: int, warn: Callable[[str], None], most: int
-) -> list[Rollout]:
+def solutions(task: Any, field: str, tokenizer: Tokenizer, eos: int, warn: Warn, most: int) -> list[Rollout]:
     """Return training problems with the text of a field of their rows as the reply; of a task that knows right replies,
     those to at most `most` problems. Raise UserError if there are none."""
     prompts, found = task.prompts("train"), []
@@ -131,10 +127,9 @@ def _parts(
             raise UserError(
                 "the chat template changes a reply once it is answered; split the conversation, one reply each"
             )
-        lead, ended, rest = text[len(before) :].partition(end) if before else ("", "", text)
-        said = encode_behind(
-            chat.tokenizer, rest if ended and not lead.strip() else text[len(before) :], ids, special=True
-        )
+        new = text[len(before) :]
+        lead, ended, rest = new.partition(end) if before else ("", "", "")
+        said = encode_behind(chat.tokenizer, rest if ended and not lead.strip() else new, ids, special=True)
         yield True, said
         reply = _spaced(messages[i]["content"], text, chat.applied(messages[: i + 1], opened=False), end)
         yield False, [*encode_behind(chat.tokenizer, reply, said), eos]

@@ -22,8 +22,7 @@ EvalProblems = Annotated[int, Field(ge=1, le=1_000_000)]  # all of them are kept
 
 def is_held_out(problem: str, one_in: int = HELD_OUT_ONE_IN) -> bool:
     """True if a problem belongs to the eval split: a hash of its text decides, so no seed can move it."""
-    digest = blake2b(problem.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") % one_in == 0
+    return int.from_bytes(blake2b(problem.encode(), digest_size=8).digest(), "big") % one_in == 0
 
 
 P = TypeVar("P")

@@ -18,7 +18,7 @@ from grpo_cli.tasks.math_judge import MathJudge
 from grpo_cli.tasks.model_judge import JudgeSettings, ModelJudge
 from grpo_cli.tasks.own_reward import OwnReward
 from grpo_cli.tasks.problems import LazyPrompts, Problem, of_json, read_problems, split_by_hash, value_of
-from grpo_cli.tasks.prompting import Tokenizer
+from grpo_cli.tasks.prompting import Tokenizer, Warn
 from grpo_cli.tasks.turns import DialogueTask, Episodes, TurnSettings
 from grpo_cli.tasks.workers import JudgeWorkers
 from grpo_cli.types import Prompt, Reward, Rollout
@@ -57,7 +57,7 @@ class Jsonl(DialogueTask):
         run_dir: Path | None = None,
         max_prompt_tokens: int | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        warn: Callable[[str], None],
+        warn: Warn,
         **turns: Unpack[TurnSettings],
     ) -> None:
         if not (source := path or default_path):

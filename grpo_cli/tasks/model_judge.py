@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,6 +28,7 @@ from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import plain
 from grpo_cli.support.ranges import Count
 from grpo_cli.tasks.judges import Completion, Judge
+from grpo_cli.tasks.prompting import Warn
 
 START_SECONDS = 10.0
 SILENT = 3  # time-outs in a row, for each question at a time, after which no more are put
@@ -75,7 +76,7 @@ class ModelJudge(Judge):
 
     main = "score"
 
-    def __init__(self, settings: JudgeSettings, run_dir: Path | None, warn: Callable[[str], None]) -> None:
+    def __init__(self, settings: JudgeSettings, run_dir: Path | None, warn: Warn) -> None:
         """Raise UserError if the server does not answer, or wants a key and there is none."""
         if settings.base_url is None or settings.model is None or "@" in settings.base_url:
             raise UserError(

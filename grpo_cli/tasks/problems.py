@@ -18,7 +18,7 @@ from grpo_cli.runs.files import regular
 from grpo_cli.support.errors import UserError, explained
 from grpo_cli.support.extras import require
 from grpo_cli.support.formatting import plain
-from grpo_cli.tasks.prompting import MadePrompts, Message, Prompting
+from grpo_cli.tasks.prompting import MadePrompts, Message, Prompting, Warn
 from grpo_cli.types import Prompt
 
 HUB, PARQUET, CSV = "hub:", ".parquet", ".csv"
@@ -228,7 +228,7 @@ class LazyPrompts(MadePrompts):
         problems: Sequence[Problem],
         prompting: Prompting,
         max_tokens: int | None,
-        warn: Callable[[str], None],
+        warn: Warn,
         opens: Callable[[Mapping[str, Any], str], str],
     ) -> None:
         assert len({p.line for p in problems}) == len(problems), "a problem of a split has a line of its own"

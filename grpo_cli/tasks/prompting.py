@@ -16,6 +16,7 @@ from grpo_cli.types import Prompt
 
 Message = Mapping[str, Any]  # of a chat: a role and a content
 Tokenizer = Any  # of Hugging Face, which has no type for all of them
+Warn = Callable[[str], None]
 
 PLACEHOLDER = "{question}"
 _TURN, _SAID = "TURN-OF-THE-MODEL", "MESSAGE-{}-TO-IT"  # stand for texts in a template

@@ -8,9 +8,8 @@ would execute it are refused, as are two that accept wrong answers.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import count
 from math import isfinite
 from typing import Annotated, Any, Unpack
 
@@ -21,7 +20,7 @@ from grpo_cli.support.extras import require
 from grpo_cli.support.ranges import OneOf
 from grpo_cli.tasks.generated import EvalProblems, TrainProblems, is_held_out
 from grpo_cli.tasks.judges import GRADINGS, Weight
-from grpo_cli.tasks.prompting import MadePrompts, Tokenizer
+from grpo_cli.tasks.prompting import MadePrompts, Tokenizer, Warn
 from grpo_cli.tasks.turns import DialogueTask, TurnSettings
 from grpo_cli.tasks.workers import LATE, JudgeWorkers, Question, Reply, Workers
 from grpo_cli.types import Prompt, Reward, Rollout
@@ -72,7 +71,7 @@ class ReasoningGym(DialogueTask):
         eval_problems: EvalProblems,
         max_prompt_tokens: int | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        warn: Callable[[str], None],
+        warn: Warn,
         **turns: Unpack[TurnSettings],
     ) -> None:
         require("reasoning_gym", "task=reasoning_gym")
@@ -125,11 +124,9 @@ class ReasoningGym(DialogueTask):
 
     def _held_out(self, wanted: int) -> list[Prompt]:
         """Return the eval split: the first different prompts, until no new one has come for long."""
-        found, in_vain, size = dict[tuple[int, ...], Prompt](), 0, 8
-        for start in count(0, size):
-            if len(found) >= wanted or in_vain >= _IN_VAIN:
-                break
-            numbers = range(start, start + size)
+        found, in_vain, start = dict[tuple[int, ...], Prompt](), 0, 0
+        while len(found) < wanted and in_vain < _IN_VAIN:
+            numbers, start = range(start, start + 8), start + 8
             made = self._made([self._where("eval", number) for number in numbers])
             for number, entry in zip(numbers, made, strict=True):
                 prompt = self._prompt("eval", number, entry)

@@ -27,7 +27,7 @@ from grpo_cli.support.errors import UserError, explained, own_code, raised, text
 from grpo_cli.support.ranges import Count
 from grpo_cli.tasks.own_reward import own
 from grpo_cli.tasks.problems import of_json
-from grpo_cli.tasks.prompting import Prompting, PromptSettings, TextTask, Tokenizer
+from grpo_cli.tasks.prompting import Prompting, PromptSettings, TextTask, Tokenizer, Warn
 from grpo_cli.types import Prompt
 
 MOST_CHARACTERS = 100_000  # of one message: a model's context is no longer
@@ -332,11 +332,7 @@ class DialogueTask(TextTask, ABC):
     _environment: Environment | None
 
     def _set_up(
-        self,
-        tokenizer: Tokenizer,
-        settings: TurnSettings,
-        chat_template_kwargs: Mapping[str, Any] | None,
-        warn: Callable[[str], None],
+        self, tokenizer: Tokenizer, settings: TurnSettings, chat_template_kwargs: Mapping[str, Any] | None, warn: Warn
     ) -> None:
         """Set the prompting and the environment. Raise UserError for a chat template that does not serve them."""
         prompting = Prompting.of(tokenizer, settings, chat_template_kwargs)

@@ -7,7 +7,7 @@ it is ever evaluated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from random import Random
 from typing import Annotated, Any, Unpack
@@ -16,7 +16,7 @@ from pydantic import Field
 
 from grpo_cli.tasks.answers import final_number
 from grpo_cli.tasks.generated import EvalProblems, GeneratedTask, TrainProblems
-from grpo_cli.tasks.prompting import Tokenizer
+from grpo_cli.tasks.prompting import Tokenizer, Warn
 from grpo_cli.tasks.turns import DialogueTask, TurnSettings
 from grpo_cli.types import Prompt, Reward, Rollout
 
@@ -118,7 +118,7 @@ class WordProblems(DialogueTask, GeneratedTask[Story]):
         train_problems: TrainProblems,
         eval_problems: EvalProblems,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        warn: Callable[[str], None],
+        warn: Warn,
         **turns: Unpack[TurnSettings],
     ) -> None:
         self._level = max_start, max_change
@@ -136,8 +136,7 @@ class WordProblems(DialogueTask, GeneratedTask[Story]):
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
         correct = float(final_number(self.text(rollout.turns[-1]))[0] == int(prompt.answer))
-        parts = {"correct": correct, "ended": float(rollout.finish.complete)}
-        return Reward(correct, parts, weights={"correct": 1.0})
+        return Reward(correct, {"correct": correct, "ended": float(rollout.finish.complete)}, weights={"correct": 1.0})
 
     def _prompt(self, prompt_id: str, problem: Story, question: str) -> Prompt:
         row = {"question": question, "answer": self.reference(problem)}

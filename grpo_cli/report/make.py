@@ -8,12 +8,13 @@ from pathlib import Path
 from rich.console import Console
 
 from grpo_cli.report import plots
-from grpo_cli.report.compare import Comparison, compare
+from grpo_cli.report.compare import Comparison, compare, differences
 from grpo_cli.report.curves import GREEDY
 from grpo_cli.report.overview import in_files, overview
 from grpo_cli.report.read import Run, read_all
+from grpo_cli.report.recorded_settings import words
 from grpo_cli.report.rollouts import before_and_after
-from grpo_cli.report.side_by_side import labelled, show_evaluations
+from grpo_cli.report.side_by_side import show_evaluations
 from grpo_cli.report.tables import as_json, show
 from grpo_cli.runs import layout
 from grpo_cli.runs.files import json_line, write_atomically
@@ -39,7 +40,8 @@ def make(
     console = console or terminal.console()
     read = read_all(folders, metric)
     if read and all(run.recorded.command == "eval" for run in read):
-        show_evaluations(labelled(read))
+        columns, _ = differences([run.recorded for run in read])
+        show_evaluations([(words(run.recorded.settings, columns) or run.name, run.folder) for run in read])
         if out is not None:
             terminal.to_stderr(f"nothing is written to {out}: a report of evaluations alone is this table")
         return None

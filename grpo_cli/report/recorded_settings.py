@@ -46,8 +46,7 @@ def settings_of_record(record: RunRecord) -> RecordedSettings:
     referred = {key: match[1] for key, value in settings.items() if (match := _REFERENCE.fullmatch(str(value)))}
     settings |= {key: settings[other] for key, other in referred.items() if other in settings}
     choices = {plain(group): plain(choice) for group, choice in record.choices.items()}
-    chosen = f"{TOKENS}=auto"
-    typed = {_override(word)[0]: plain(word) for word in record.overrides if word != chosen}
+    typed = {_override(word)[0]: plain(word) for word in record.overrides if word != f"{TOKENS}=auto"}
     return RecordedSettings(settings | choices, typed, frozenset(choices), record.command)
 
 

@@ -6,9 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_cli.report.compare import differences
-from grpo_cli.report.read import Run
-from grpo_cli.report.recorded_settings import words
 from grpo_cli.report.tables import NOTHING, Table, print_table
 from grpo_cli.runs.files import read_object
 from grpo_cli.runs.layout import PROFILE, SUMMARY
@@ -27,12 +24,6 @@ def show_evaluations(evaluations: Sequence[tuple[str, Path]]) -> None:
     columns = [word for word, name in names.items() if any(is_a(float, summary.get(name)) for _, summary in found)]
     rows = tuple((name, *(_cell(summary, names[word]) for word in columns)) for name, summary in found)
     print_table(terminal.console(), Table(("evaluation", *columns), rows, frozenset(columns)))
-
-
-def labelled(runs: Sequence[Run]) -> list[tuple[str, Path]]:
-    """Return the folder of each evaluation after what differs in its settings, or after its name where nothing does."""
-    columns, _ = differences([run.recorded for run in runs])
-    return [(words(run.recorded.settings, columns) or run.name, run.folder) for run in runs]
 
 
 def _cell(summary: Mapping[str, Any], name: str) -> str:

@@ -77,11 +77,8 @@ def _sampling(record: RunRecord | None) -> dict[str, Any]:
 
 def _measured(record: RunRecord, checkpoint: Path) -> dict[str, str]:
     """Return what the run's records state until the exported step."""
-    facts = {
-        "steps": str(step_of(checkpoint.name)),
-        "accuracy before": "not measured",
-        "accuracy after": "not measured",
-    }
+    facts = {"steps": str(step_of(checkpoint.name))}
+    facts |= dict.fromkeys(("accuracy before", "accuracy after"), "not measured")
     for row in read_rows(run_of(checkpoint) / METRICS)[0]:
         if GREEDY in row and row["step"] <= int(facts["steps"]):
             accuracy = f"{row[GREEDY]:.3f} at step {row['step']:.0f} (95% interval {certainty(row)} problems)"

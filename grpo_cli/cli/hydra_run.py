@@ -30,9 +30,7 @@ from grpo_cli.sweep.resume import Sweep, sweep_of
 _TEX = "abla|atural|cong|earrow|e|eg|eq|ewcommand|ewline|exists|geq|gtr|i|leq|less|mid|ot|otin|u|warrow"
 
 
-def hand_over(
-    command: str, words: Sequence[str], is_sweep: bool = False, only_print: bool = False, own: Path | None = None
-) -> None:
+def hand_over(command: str, words: Sequence[str], is_sweep: bool, only_print: bool, own: Path | None) -> None:
     """Run the command with its settings; in a sweep, once for every combination that passes its check."""
     path = list(sys.path)
     # Modules of the current folder can be imported; last, so that none hides an installed one.

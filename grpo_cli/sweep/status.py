@@ -72,5 +72,4 @@ def failure(code: int, folder: Path) -> str | None:
         text = (folder / LOG).read_bytes()[-TAIL_BYTES:].decode("utf-8", "replace")
     lines = [line.strip() for line in text.split("\n") if line.strip()]
     start = next((i for i in reversed(range(len(lines))) if lines[i].startswith("error: ")), len(lines) - 1)
-    message = " ".join(lines[start:]).removeprefix("error: ")
-    return message or f"exit code {code}, and nothing in the log"
+    return " ".join(lines[start:]).removeprefix("error: ") or f"exit code {code}, and nothing in the log"

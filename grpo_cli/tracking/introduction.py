@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -73,7 +74,5 @@ def doubts_of_prompts(
 
 def smaller(settings: RunSettings) -> str:
     """Return settings of a smaller step, as they are typed; empty for a step that is small."""
-    now = {"n": settings.n, "m": settings.m, "train.prompts": settings.train.prompts}
-    now["sampling.max_new_tokens"] = settings.sampling.max_new_tokens
     few = {"n": 8, "m": 8, "train.prompts": 4, "sampling.max_new_tokens": 64}
-    return " ".join(f"{key}={value}" for key, value in few.items() if value < now[key])
+    return " ".join(f"{key}={value}" for key, value in few.items() if value < attrgetter(key)(settings))

@@ -241,8 +241,9 @@ class Trainer:
         for place, files in enumerate(self._files):  # of a logger that the run had not: None
             files.load_state_dict(records[place] if place < len(records) else None)
         optim, train = self._settings.optim, self._settings.train
-        step, warmed_up = self._progress.step, train.warmup_steps if train.warmup_lr is not None else 0
-        if warmed_up <= step < train.steps and (jump := rate_jump(schedule, optim, train, step)):
+        step, warmup = self._progress.step, self._parts.warmup
+        has_own_rate = warmup is not None and warmup.rate is not None and step < warmup.steps
+        if step < train.steps and not has_own_rate and (jump := rate_jump(schedule, optim, train, step)):
             self._parts.warn(jump)
         self._parts.say(f"resumed at step {self._progress.step} (from {checkpoint})")
 

@@ -111,7 +111,7 @@ def test_a_solution_goes_on_as_the_model_would(chat, expected, tmp_path):
     assert {reply for prompt, reply in said.items() if " 0+1" in prompt or "\n0+1" in prompt} == {expected}
 
 
-def test_a_run_warms_up_and_then_learns_from_rewards_and_resumes_inside(tmp_path):
+def test_a_run_warms_up_and_then_learns_from_rewards_and_resumes_inside(tmp_path, capsys):
     run_of(tmp_path / "alone", "train.warmup_lr=3e-3").fit()
     run: list[Any] = rows(tmp_path / "alone")
     assert ["warmup/loss" in row for row in run] == [False, True, True, True, True, False, False]
@@ -124,6 +124,9 @@ def test_a_run_warms_up_and_then_learns_from_rewards_and_resumes_inside(tmp_path
     stopped._step.run = lambda step, progress: own(step, progress) if step < 2 else 1 / 0
     with pytest.raises(ZeroDivisionError):
         stopped.fit()
+    capsys.readouterr()
+    run_of(tmp_path / "cut", "train.warmup_lr=3e-3", "optim.lr=2e-3", f"resume={tmp_path / 'cut'}")
+    assert "learning rate of the next" not in "".join(capsys.readouterr()), "that is the warm-up's"
     run_of(tmp_path / "cut", "train.warmup_lr=3e-3", f"resume={tmp_path / 'cut'}").fit()
     one, other = (load_file(tmp_path / run / "checkpoints/step_000006/model.safetensors") for run in ("alone", "cut"))
     assert all(torch.equal(one[name], other[name]) for name in one)

@@ -92,7 +92,9 @@ def set_up(
     pad = pad_token_id(tokenizer, eos)
     context, most = context_of(model.config), settings.sampling.max_new_tokens
     if (room := context - most) < 1:
-        raise UserError(f"sampling.max_new_tokens={most} leaves no room for a prompt in a context of {context}: lower it")
+        raise UserError(
+            f"sampling.max_new_tokens={most} leaves no room for prompts: the context is {context}; lower it"
+        )
     offered = {"tokenizer": tokenizer, "seed": settings.seed, "max_prompt_tokens": room, "warn": warn}
     offered |= {"chat_template_kwargs": weights.chat_template_kwargs, "run_dir": Path(settings.run_dir)}
     task = run.factories["task"].make(offered)

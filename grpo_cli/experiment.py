@@ -75,7 +75,11 @@ def build(run: RunSettings | Prepared[RunSettings]) -> Trainer:
     meter = Meter(runtime.device, on_phase=console.phase, on_progress=console.progress)
     parts = parts_of(prepared, runtime, meter, console.say, console.warn)
     logger = _logger(prepared, "train", console.say, console.warn)  # last: what is refused before leaves nothing
-    return Trainer(settings, replace(parts, trackers=(files, console, logger)), checkpoint)
+    try:
+        return Trainer(settings, replace(parts, trackers=(files, console, logger)), checkpoint)
+    except BaseException:  # a checkpoint that cannot be resumed
+        logger.close({"status": "failed"})
+        raise
 
 
 def set_up(

@@ -50,7 +50,7 @@ METRICS: Mapping[str, str] = {
     "tokens/generated": "Tokens generated for training since the run began.",
     "tokens/trained": "Response tokens trained on since the run began: those with a weight other than 0 in the policy "
     "loss, after the correction, be their advantage 0 or not. A token counts once a step, "
-    "however many epochs go over it.",
+    "however many epochs go over it, also if the update was skipped.",
     "rollouts/generated": "Rollouts made for training since the run began: judged ones, of groups that are done; not "
     "what a collector gave up.",
     "rollouts/trained": "Rollouts trained on since the run began: those with at least one such token.",

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from grpo_cli.collect import rule_state
 from grpo_cli.collect.collection import StepCollection
@@ -20,6 +19,8 @@ from grpo_cli.learner.learner import Learner, Update
 from grpo_cli.learner.old_policy import is_needed_first, old_policy
 from grpo_cli.metrics import reuse_metrics
 from grpo_cli.runs import layout
+from grpo_cli.runs.checkpoint import write_tensors
+from grpo_cli.runs.files import must_be_writable
 from grpo_cli.select import CUT_OFF, Selection, batch_advantages, batch_rows, cut_off, finalised, row_weights, select
 from grpo_cli.settings import RunSettings
 from grpo_cli.support.errors import UserError
@@ -202,9 +203,10 @@ class Step:
         progress.skipped_updates += 1
         progress.bad_in_a_row += 1
         folder = Path(self._settings.run_dir) / layout.BAD_BATCHES
-        folder.mkdir(parents=True, exist_ok=True)
+        with must_be_writable(folder):
+            folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{layout.step_folder(step + 1)}_{progress.skipped_updates}.pt"
-        torch.save({name: value for name, value in vars(batch).items() if value is not None}, path)
+        write_tensors(path, {name: value for name, value in vars(batch).items() if value is not None})
         self._parts.warn(f"step {step + 1}: {fault}; the update was skipped and its batch is in {path}")
         if progress.bad_in_a_row >= self._settings.train.max_bad_updates:
             raise UserError(

@@ -80,6 +80,7 @@ class Trainer:
                 fault = f"{type(error).__name__}: {error}"
                 raise
             finally:
+                self._stop.may_leave = False
                 try:
                     self._saver.join()  # or its folder would be a leftover
                 except Exception as error:  # beside the one that ended the run
@@ -109,7 +110,7 @@ class Trainer:
                 return self._parts.say("stopped before the first step: there is nothing to save")
             self._log(Record(0, self._evaluate()))
         elif self._owed is not None:
-            self._send(self._evaluated(Record(progress.step, self._owed)))
+            self._log(self._evaluated(Record(progress.step, self._owed)), own_checkpoint=False)
         state = self._state()
         if not self._resumed:
             self._save(state)
@@ -174,19 +175,17 @@ class Trainer:
         self._progress.final_accuracy, self._progress.final_accuracy_step = accuracy, self._progress.step
         return dict(result.metrics)
 
-    def _log(self, record: Record) -> dict[str, float]:
-        """Write a step's record, and return its metrics. It replaces what an earlier attempt left of this step."""
-        remove_from(self._run_dir / layout.CHECKPOINTS, record.step)  # before the records that they refer to
-        return self._send(record)
-
-    def _send(self, record: Record) -> dict[str, float]:
-        """Add the time that a record took, and pass it to all trackers; return its metrics."""
+    def _log(self, record: Record, own_checkpoint: bool = True) -> dict[str, float]:
+        """Pass a step's record to all trackers, with the time that it took, and return its metrics. It replaces what an
+        earlier attempt left of this step (but for its checkpoint, if the run resumed from it), and of later ones."""
+        # checkpoints before the records that they refer to
+        remove_from(self._run_dir / layout.CHECKPOINTS, record.step if own_checkpoint else record.step + 1)
         record = replace(record, metrics={**record.metrics, **self._parts.meter.take()})
         for tracker in self._parts.trackers:
             tracker.log(record)
         for warning in self._health.check(record.metrics):
             self._parts.warn(warning)
-        return dict(record.metrics)
+        return {name: float(value) for name, value in record.metrics.items()}  # plain, as a checkpoint wants
 
     def _before_change(self) -> None:
         self._stop.may_leave = False

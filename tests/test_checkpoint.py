@@ -30,7 +30,8 @@ def write_model(folder: Path) -> None:
 
 
 def save(root: Path, step: int, keep: int = 9, model: Callable[[Path], None] = write_model, **state: Any) -> Path:
-    return save_checkpoint(root, step, model, {"step": step, **state}, keep)
+    save_checkpoint(root, step, model, {"step": step, **state}, keep)
+    return root / f"step_{step:06d}"
 
 
 def names(root: Path) -> list[str]:
@@ -54,7 +55,7 @@ def test_what_was_saved_is_found_and_loaded_and_the_last_few_are_kept(tmp_path):
     remove_from(root, 103)
     assert names(root) == ["step_000102"]
     (root / "step_000102" / "COMPLETE").unlink()
-    save(root, 103, keep=0)
+    save(root, 103, keep=1)
     assert names(root) == ["step_000102", "step_000103"]
 
 

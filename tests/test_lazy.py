@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from grpo_cli.runs import background
 from grpo_cli.runs.background import Saver
 from grpo_cli.runs.checkpoint import load_state
 from grpo_cli.runs.find import find_checkpoint
+from grpo_cli.runs.stop import Stopped
 from grpo_cli.support.errors import UserError
 
 MOVES = ("n=16", "train.prompts=4", "sampling.max_new_tokens=32", "task.train_problems=8")  # weights
@@ -61,6 +63,18 @@ def test_a_run_records_and_keeps_what_it_does_without(tmp_path, monkeypatch):
     assert records(tmp_path / "now") == records(tmp_path / "lazy")
     for now, lazy in zip(ran[0][1:], ran[1][1:], strict=True):
         assert now.keys() == lazy.keys() and all(torch.equal(now[key], lazy[key]) for key in now)
+
+
+def test_what_a_signal_does_not_wait_for_is_waited_for_later(monkeypatch):
+    written, go = list[int](), threading.Event()
+    saver = Saver(True, lambda name: nullcontext())
+    saver.save({}, lambda _: (go.wait(5), written.append(1)))
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        patch.setattr(background, "wait", lambda futures: (_ for _ in ()).throw(Stopped))
+        saver.join()
+    go.set()
+    saver.join()
+    assert written == [1]
 
 
 @pytest.mark.parametrize("fails_at", [1, 3])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -156,8 +157,10 @@ def test_a_whole_run_is_complete_in_w_and_b(tmp_path, lonely):
 
 def test_a_resumed_run_is_the_same_w_and_b_run_and_may_go_back(tmp_path, lonely, monkeypatch):
     """The agent of a W&B sweep names it; the first life logged steps 1 to 3, but its checkpoint was of step 1."""
+    import wandb
+
     monkeypatch.setenv("WANDB_RUN_ID", "theirs")
-    logged, _ = lonely
+    logged, ended = lonely
     for first in (1, 2):
         offered = {"run_dir": tmp_path, "config": {}, "say": lambda text: None}
         tracker = made.ready("logger", "wandb", offered, mode="offline")
@@ -165,9 +168,20 @@ def test_a_resumed_run_is_the_same_w_and_b_run_and_may_go_back(tmp_path, lonely,
             tracker.log(Record(step, {"life": float(first)}))
         tracker.close({})
         monkeypatch.delenv("WANDB_RUN_ID", raising=False)
-    assert {run.id for run, _ in logged} == {(tmp_path / "wandb_id.txt").read_text().strip()} == {"theirs"}
+    assert {run.id for run, _ in logged} == {(tmp_path / "wandb_id.txt").read_text().split()[0]} == {"theirs"}
     assert len({id(run) for run, _ in logged}) == 2
     assert [row["step"] for _, row in logged] == [1, 2, 3, 2, 3]
+    wandb.teardown()  # which keeps the agent's variable
+    copy, moved = tmp_path / "copy", tmp_path / "moved"
+    copy.mkdir()
+    shutil.copy(tmp_path / "wandb_id.txt", copy)
+    for folder in (copy, moved):
+        if folder is moved:
+            copy.rename(moved)
+        offered = {"run_dir": folder, "config": {}, "say": lambda text: None}
+        made.ready("logger", "wandb", offered, mode="offline").close({})
+    names = [run.id for run, _ in ended]
+    assert len(set(names)) == 2 and names[2] == names[3] == (moved / "wandb_id.txt").read_text().split()[0]
 
 
 @pytest.mark.filterwarnings("ignore::Warning")  # of the library, at its import

@@ -266,6 +266,20 @@ def test_a_run_that_went_back_and_died_before_it_saved_goes_on_from_there(tmp_pa
     assert newest(tmp_path).name == "step_000004"
 
 
+def test_a_run_that_went_back_to_a_step_without_its_evaluation_and_died_goes_on_from_there(tmp_path):
+    settings = settings_for(tmp_path, checkpoint_every=1, keep_checkpoints=9)
+    cut = After(9 + 12 + 12 + 5, lambda: press("SIGTERM"))  # in the evaluation of step 2
+    make_trainer(settings, task=cut, trackers=(JsonlTracker(tmp_path),)).fit()
+    back, died = newest(tmp_path), After(9 + 2, lambda: 1 / 0)
+    assert back.name == "step_000002"
+    for checkpoint, task in ((back, CountTask()), (back, died), (None, CountTask())):
+        files = JsonlTracker(tmp_path, True)
+        again = make_trainer(settings, task=task, checkpoint=checkpoint or newest(tmp_path), trackers=(files,))
+        with pytest.raises(UserError) if task is died else nullcontext():
+            again.fit()
+    assert newest(tmp_path).name == "step_000004"
+
+
 def test_a_second_ctrl_c_interrupts_at_once(tmp_path):
     """Two SIGTERM are one: a scheduler sends them to a run and to its launcher."""
     with pytest.raises(KeyboardInterrupt):

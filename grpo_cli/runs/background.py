@@ -54,10 +54,11 @@ class Saver:
 
     def join(self) -> None:
         """Wait until it is written. Raises what has failed there."""
-        writing, self._writing, self._copying = self._writing, None, None
-        if writing is not None:
+        if (writing := self._writing) is not None:
             with self._span("checkpoint"):
-                writing.result()
+                wait([writing])  # a signal may leave this: it stays known
+            self._writing = self._copying = None
+            writing.result()
 
 
 def _snapshot(values: Any, frozen: set[tuple[int, int]]) -> tuple[_Pairs, Any]:

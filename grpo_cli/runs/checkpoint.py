@@ -38,8 +38,8 @@ from grpo_cli.support.errors import explained
 
 def save_checkpoint(
     root: Path, step: int, save_model: Callable[[Path], None], state: Mapping[str, Any], keep: int
-) -> Path:
-    """Save step `step` below `root`; remove the oldest beyond `keep` (at least this one stays).
+) -> None:
+    """Save step `step` below `root`; remove the oldest beyond `keep`, at least 1.
 
     `save_model` writes the model's files into the folder it gets. `state` may hold only tensors and plain values, so
     that it can be read back without running code; TypeError otherwise. After any exception (UserError if the files
@@ -48,13 +48,14 @@ def save_checkpoint(
     folder = root / step_folder(step)
     with folder_written_atomically(folder) as new:
         save_model(new)
-        _save_state(new / TRAINER_STATE, state)
+        write_tensors(new / TRAINER_STATE, dict(state))
+        if unsafe := get_unsafe_globals_in_checkpoint(new / TRAINER_STATE):
+            raise TypeError(f"a checkpoint holds tensors and plain values only, and not {', '.join(sorted(unsafe))}")
         files = {path.relative_to(new).as_posix(): path for path in sorted(new.rglob("*")) if path.is_file()}
         listed = {name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for name, path in files.items()}
         write_object(new / COMPLETE, {"step": step, "files": listed})
     complete = [path for path in candidates(root) if path != folder and (path / COMPLETE).exists()]
-    _remove(root, complete[max(keep, 1) - 1 :])
-    return folder
+    _remove(root, complete[keep - 1 :])
 
 
 def remove_from(root: Path, step: int) -> None:
@@ -71,14 +72,13 @@ def _remove(root: Path, checkpoints: Sequence[Path]) -> None:
             shutil.rmtree(doomed, ignore_errors=True)  # on NFS a file that is mapped stays until it is closed
 
 
-def _save_state(path: Path, state: Mapping[str, Any]) -> None:
-    with open(path, "wb") as file:
+def write_tensors(path: Path, values: Mapping[str, Any]) -> None:
+    """Write tensors and plain values into a new file. UserError if there is no room."""
+    with must_be_writable(path), open(path, "wb") as file:
         try:
-            torch.save(dict(state), file)
+            torch.save(values, file)
         except RuntimeError as error:  # about its zip file: a full disk or a ctrl-C is the context
             raise error.__context__ or error from error
-    if unsafe := get_unsafe_globals_in_checkpoint(path):
-        raise TypeError(f"a checkpoint holds tensors and plain values only, and not {', '.join(sorted(unsafe))}")
 
 
 def clear_leftovers(run_dir: Path) -> None:

@@ -100,13 +100,18 @@ def completed_steps(folder: Path) -> int | None:
 def _newest_run(train: Path) -> Path:
     # Folders of runs that a user placed one level down count too; a sweep's do not (resume=sweep).
     saved = [path for depth in ("*", "*/*") for path in train.glob(f"{depth}/{CHECKPOINTS}/step_*/{COMPLETE}")]
-    newest = sorted(saved, key=lambda path: path.stat().st_mtime, reverse=True)
+
+    def saved_at(path: Path) -> float:
+        with suppress(FileNotFoundError):  # its run has just removed it
+            return path.stat().st_mtime
+        return 0.0
 
     def is_over(run: Path) -> bool:
         with suppress(UserError):  # a damaged summary says nothing
             return completed_steps(run) is not None
         return False
 
+    newest = sorted(saved, key=saved_at, reverse=True)
     for run in sorted({path.parents[2]: None for path in newest}, key=is_over):
         if find_checkpoint(run).path is not None:
             return run.resolve()

@@ -40,7 +40,6 @@ class JsonlTracker:
     ) -> None:
         self._accept_damage, self._warn = accept_damage, warn
         self._files = {run_dir / name: (0, hashlib.sha256()) for name in (METRICS, ROLLOUTS)}
-        self._step = -1
         for path in self._files:
             with must_be_writable(path):
                 run_dir.mkdir(parents=True, exist_ok=True)
@@ -53,13 +52,12 @@ class JsonlTracker:
 
     def log(self, record: Record) -> None:
         """Write a record. UserError if there is no room."""
-        self._step = record.step
         metrics, rollouts = self._files
-        self._append(metrics, [record.metrics])
-        self._append(rollouts, [example.row() for example in record.examples])
+        self._append(metrics, record.step, [record.metrics])
+        self._append(rollouts, record.step, [example.row() for example in record.examples])
 
-    def _append(self, path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-        data = "".join(f"{json_line({'step': self._step, **row})}\n" for row in rows).encode()
+    def _append(self, path: Path, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        data = "".join(f"{json_line({'step': step, **row})}\n" for row in rows).encode()
         size, digest = self._files[path]
         with must_be_writable(path), open(path, "ab", opener=regular) as file:
             if file.tell() > size:
@@ -69,15 +67,14 @@ class JsonlTracker:
         self._files[path] = size + len(data), digest
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the last step, and each file's length and SHA-256, once they are on disk."""
+        """Return each file's length and SHA-256, once they are on disk."""
         for path in self._files:
             sync(path)
-            sync(path.parent)
-        return {"step": self._step} | {path.name: [n, digest.hexdigest()] for path, (n, digest) in self._files.items()}
+        sync(path.parent)
+        return {path.name: [n, digest.hexdigest()] for path, (n, digest) in self._files.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Check the files; the next record replaces what was logged after the state, without one (empty) everything."""
-        self._step = state.get("step", -1)
         found = {}
         for path in self._files:
             size, expected = state.get(path.name, [0, hashlib.sha256().hexdigest()])

@@ -34,10 +34,10 @@ class WandbTracker:
     and nothing more is sent: metrics.jsonl has everything.
 
     W&B: `mode=auto` is WANDB_MODE if set, else online with an API key and offline without. The run's id is stored in
-    `run_dir/wandb_id.txt`, so that a resumed run continues the same W&B run. Steps are a metric and the x axis of all
-    others, because W&B's own counter cannot go back to a checkpoint. Every `table_every` steps the examples are sent as
-    a table `rollouts`. Trackio: a run is known by its name, that of its folder unless given; `space_id` is a Space of
-    the hub that gets everything.
+    `run_dir/wandb_id.txt`, so that a resumed run continues the same W&B run, unless the folder is a copy. Steps are a
+    metric and the x axis of all others, because W&B's own counter cannot go back to a checkpoint. Every `table_every`
+    steps the examples are sent as a table `rollouts`. Trackio: a run is known by its name, unless given that of its
+    sweep and folder; `space_id` is a Space of the hub that gets everything.
     """
 
     def __init__(
@@ -75,7 +75,8 @@ class WandbTracker:
             else:
                 # It would measure the machine beside the run.
                 quiet = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
-                about |= {"name": name or run_dir.absolute().name, "space_id": space_id, **quiet}
+                place = "-".join(filter(None, (sweep_of(run_dir), run_dir.absolute().name)))
+                about |= {"name": name or place, "space_id": space_id, **quiet}
                 self._run = importlib.import_module("trackio").init(**about)
                 where = f"Trackio: trackio show --project {project}"
         say(where)
@@ -93,16 +94,19 @@ class WandbTracker:
         # The console would record every frame of the live view; what was not sent in time stays on disk.
         quiet = {"silent": True, "console": "off", "disable_code": True}
         settings = wandb.Settings(**quiet, finish_timeout=FINISH_SECONDS, finish_timeout_raises=True)
-        self._later = f"wandb sync {shlex.quote(str(folder))}/{'' if online else 'offline-'}run-*"
-        kept = self._run_dir / layout.WANDB_ID
-        known = kept.read_text().strip() if kept.exists() else None  # else W&B's own, or that of its sweep's agent
+        which = ("--include-online ", "") if online else ("", "offline-")
+        self._later = f"wandb sync {which[0]}{shlex.quote(str(folder))}/{which[1]}run-*"
+        kept, here = self._run_dir / layout.WANDB_ID, str(self._run_dir.resolve())
+        known, home = [*kept.read_text().split("\n"), ""][:2] if kept.exists() else (None, "")
+        if home not in ("", here) and (Path(home) / layout.WANDB_ID).exists():
+            known = None  # a copy, whose original is there: W&B makes a new id, or its sweep's agent does
         where = {"dir": str(self._run_dir), "mode": "online" if online else "offline", "id": known}
         argv, sys.argv = sys.argv, arguments_without_secrets(sys.argv)  # which it records
         try:
             self._run = wandb.init(**about, **where, reinit="create_new", settings=settings)
         finally:
             sys.argv = argv
-        write_atomically(kept, f"{self._run.id}\n".encode())
+        write_atomically(kept, f"{self._run.id}\n{here}\n".encode())
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
         return f"W&B: {self._run.url if online else f'offline; send this run later with: {self._later}'}"

@@ -27,7 +27,7 @@ from grpo_cli.learner.learner import Learner
 from grpo_cli.model import flash
 from grpo_cli.native import library as loader
 from grpo_cli.native import ops
-from grpo_cli.native.library import WRONG, library
+from grpo_cli.native.library import WRONG, NoNative, library
 from grpo_cli.native.ops import Trees, draw, flat, norm, rotate, silu, tree_attention, tree_attention_is_exact
 from grpo_cli.settings import Sampling
 from grpo_cli.support.meter import Meter
@@ -135,8 +135,8 @@ def engine_says(warned: list[str]) -> Any:
     return engine.facts()["native"]
 
 
-def learner_says(warned: list[str]) -> Any:
-    settings = made.model(""), Sampling.plain(4), made.train(), made.optim()
+def learner_says(warned: list[str], autocast: str = "none") -> Any:
+    settings = made.model("", autocast=autocast), Sampling.plain(4), made.train(), made.optim()
     learner = Learner(small_model(), made.loss(), *settings, Meter(), warned.append)
     assert learner.update(make_batch(), 0).stepped
     return learner.native
@@ -194,13 +194,31 @@ def test_a_compiler_that_fails_is_said_once(script, said, anew, monkeypatch):
         assert len(warned) == (script is not None) and all(said in w and setting in w for w in warned)
 
 
+def test_a_compiler_that_takes_too_long_is_not_waited_for_again(small, monkeypatch):
+    monkeypatch.setenv("PATH", str(small), prepend=os.pathsep)
+    monkeypatch.setattr(loader, "COMPILE_SECONDS", 0.5)
+    for name in loader.COMPILERS:
+        (small / name).write_text(f"#!/bin/sh\necho . >> {small}/calls\nexec sleep 60\n")
+        (small / name).chmod(0o755)
+    with pytest.raises(NoNative, match="timed out"):
+        library("small")
+    assert (small / "calls").read_text() == ".\n"
+
+
 @pytest.mark.usefixtures("anew")
-def test_functions_that_compute_something_else_are_not_used():
+@pytest.mark.parametrize(
+    ("code", "wrong", "autocast"),
+    [
+        ("(*grad - common)", "(*grad + common)", "none"),
+        (", *(const Vec *)(from", ", (float)(1 + of->bf16) * *(const Vec *)(from", "bfloat16"),
+    ],
+)
+def test_functions_that_compute_something_else_are_not_used(code, wrong, autocast):
     source, warned = loader.SOURCES / "tree.c", list[str]()
     text = source.read_text()
-    assert text.count("(*grad - common)") == 1
-    source.write_text(text.replace("(*grad - common)", "(*grad + common)"))
-    assert learner_says(warned) == WRONG
+    assert text.count(code) == 1
+    source.write_text(text.replace(code, wrong))
+    assert learner_says(warned, autocast) == WRONG
     assert len(warned) == 1 and "train.native=false" in warned[0]
 
 

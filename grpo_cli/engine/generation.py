@@ -294,6 +294,7 @@ class Generation:
         """Return the rollout of a sequence, which gives back its blocks and its share of the prompt's."""
         rollout, name = sequence.rollout(finish), sequence.request.prompt.id
         self._stop(sequence, Status.FINISHED)
+        sequence.uniforms = sequence.uniforms[:0].copy()  # as long as its limit, and all rollouts stay
         self._unfinished[name] -= 1
         if not self._unfinished[name] and name in self._cache.prompts:
             self._cache.drop_prompt(name)

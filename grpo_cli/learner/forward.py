@@ -79,8 +79,9 @@ def make_forward(
         return PackedTrees(*words)
     attention = backbone(model).layers[0].self_attn
     heads = attention.config.num_key_value_heads, attention.num_key_value_groups, attention.head_dim
+    dtype = torch.bfloat16 if "bfloat16" in (settings.dtype, settings.autocast) else torch.float32
     slower = "updates attend by PyTorch's kernel, which is slower: {}. To do without: train.native=false"
-    return PackedTrees(*words, tried(lambda: tree_attention_is_exact(*heads), slower, warn))
+    return PackedTrees(*words, tried(lambda: tree_attention_is_exact(*heads, dtype), slower, warn))
 
 
 def packs_rows(model: ModelSettings, device: torch.device, can_pack: bool) -> bool:

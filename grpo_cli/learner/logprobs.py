@@ -75,7 +75,7 @@ def chosen_logprobs(
         else:
             part = _chosen(*given, room=None if entropies is None else out)
         parts.append(part)
-    return torch.cat(parts) if parts else states.new_zeros(0)
+    return torch.cat(parts)
 
 
 def _chosen(

@@ -68,26 +68,15 @@ def _best_num_top(ordered: Float[np.ndarray, " G"], keep: int) -> int:
 
     Going from k to k + 1 swaps the largest kept small one, b, for the next large one, t. With d = t - b and S the sum
     of the kept, the sum of squared deviations grows by d * (t + b - (2 S + d) / keep). As k grows, t and b fall and S
-    rises, so the second factor only falls: it is positive up to the best k and never after. That k is found by halving,
-    and S is carried along, so that all steps together add up each end once. Only first-order sums are taken, of
-    rewards around their middle, so that a large offset cannot cancel the differences.
+    rises, so the second factor only falls: it is positive up to the best k and never after. Only first-order sums are
+    taken, of rewards around their middle, so that a large offset cannot cancel the differences.
     """
-    size = len(ordered)
-    middle = ordered[0] / 2 + ordered[-1] / 2
-    known, best = 0, keep  # the answer lies in [known, best], and `total` is S for k = known
-    total = (ordered[:keep] - middle).sum()
-    while known < best:
-        k = (known + best) // 2
-        entered = (ordered[size - k : size - known] - middle).sum()
-        left = (ordered[keep - k : keep - known] - middle).sum()
-        entering, leaving = ordered[size - 1 - k] - middle, ordered[keep - 1 - k] - middle
-        gap = entering - leaving
-        if entering + leaving > (2 * (total + entered - left) + gap) / keep:
-            total += entered - left + gap
-            known = k + 1
-        else:
-            best = k
-    return known
+    around = ordered - (ordered[0] / 2 + ordered[-1] / 2)
+    entering, leaving = around[::-1][:keep], around[:keep][::-1]  # t and b of each k
+    gaps = entering - leaving
+    sums = around[:keep].sum() + np.append(0.0, gaps[:-1].cumsum())
+    grows = entering + leaving > (2 * sums + gaps) / keep
+    return int(np.logical_and.accumulate(grows).sum())
 
 
 def _take_ends(
@@ -119,19 +108,7 @@ def _take_ends(
 
 
 def _draw(candidates: Bool[np.ndarray, " G"], count: int, rng: np.random.Generator) -> Bool[np.ndarray, " G"]:
-    """Draw a uniformly random subset of exactly `count` of the candidates, as a mask.
-
-    Each candidate tosses the same coin, and surplus ones are put back, or missing ones added, at random. Given its
-    size a set drawn by coins is uniform, whatever the coin, so the result is too; and coins are one byte each, which
-    for a million equal rewards is many times faster than shuffling their indices.
-    """
-    total = int(np.count_nonzero(candidates))
-    if count == total:
-        return candidates
-    coins = np.frombuffer(rng.bytes(len(candidates)), dtype=np.uint8)
-    drawn = candidates & (coins < 256 * count // total + 1)  # rather too many: then the drawn ones are the pool
-    surplus = int(np.count_nonzero(drawn)) - count
-    if surplus:
-        pool = np.flatnonzero(drawn if surplus > 0 else candidates & ~drawn)
-        drawn[rng.choice(pool, abs(surplus), replace=False, shuffle=False)] = surplus < 0
+    """Draw a uniformly random subset of exactly `count` of the candidates, as a mask."""
+    drawn = np.zeros(len(candidates), dtype=bool)
+    drawn[rng.choice(np.flatnonzero(candidates), count, replace=False, shuffle=False)] = True
     return drawn

@@ -59,7 +59,8 @@ def layout(numbers: tuple[int, ...], device: torch.device) -> tuple[Spans, tuple
 def serves(q: Tensor) -> bool:
     """True if the kernels compute on queries of this type, shape and device."""
     halves = (torch.bfloat16, torch.float16)
-    return q.device.type == "cuda" and q.dtype in halves and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    fits = q.device.type == "cuda" and q.dtype in halves and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    return fits and (not torch.cuda.is_available() or torch.cuda.get_device_capability(q.device) >= (8, 0))
 
 
 @tree_attention.register_kernel("cuda")

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from functools import cache
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,6 +28,7 @@ SOURCES = Path(__file__).parent
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC")
 THREADS = "-fopenmp"
+COMPILE_SECONDS = 120.0
 WRONG = "the C compiler's code computes something else than PyTorch"
 
 
@@ -61,6 +63,8 @@ def library(name: str) -> ctypes.CDLL:
             return _compiled(compiler, threads, SOURCES / f"{name}.c")
         except NoNative as error:
             reason = error
+            if isinstance(error.__cause__, subprocess.TimeoutExpired):  # the next would take as long
+                break
     raise reason
 
 
@@ -122,7 +126,8 @@ def _is_ours(path: Path) -> bool:
 
 def _run(*command: str) -> str:
     try:
-        return subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=120).stdout
+        words: dict[str, Any] = {"text": True, "errors": "replace", "timeout": COMPILE_SECONDS}
+        return subprocess.run(command, check=True, capture_output=True, **words).stdout
     except (OSError, subprocess.SubprocessError) as error:
         lines = str(getattr(error, "stderr", None) or error).splitlines()
         reason = next((line for line in lines if "error" in line), lines[0])

@@ -22,7 +22,8 @@ from grpo_cli.native.library import library
 PRECISIONS = (torch.float32, torch.bfloat16)
 MOST_DIM = 256  # numbers of a head, as in decode.c
 _LANES, _ROWS = 16, 32  # the most of vectors.h, and as in tree.c
-_CLOSE = 1e-5  # of the largest number: what is lost by computing in another order
+# Of the largest number: what is lost by computing in another order, or by rounding.
+_CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 Trees = Sequence[Sequence[int]]
 
 
@@ -201,16 +202,20 @@ def reference(
 
 
 @cache
-def tree_attention_is_exact(heads: int, group: int, dim: int) -> bool:
-    """True if tree.c computes what the reference does, but for rounding, on heads of this shape. NoNative if it
-    cannot be compiled."""
+def tree_attention_is_exact(heads: int, group: int, dim: int, dtype: torch.dtype) -> bool:
+    """True if tree.c computes what the reference does in float32, but for rounding, on heads of this shape and type.
+    NoNative if it cannot be compiled."""
     trees, found = ((20, 5, 41), (3,), (1, 2)), []
     generator, tokens = torch.Generator().manual_seed(0), sum(map(sum, trees))
-    q, k, v, grad = (torch.randn(tokens, count * heads, dim, generator=generator) for count in (group, 1, 1, group))
+    shapes = [(tokens, count * heads, dim) for count in (group, 1, 1, group)]
+    q, k, v, grad = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
     for natively in (True, False):
         with torch.enable_grad():
-            runs = q_, k_, v_ = [x.clone().requires_grad_() for x in (q, k, v)]
+            runs = q_, k_, v_ = [
+                x.to(dtype if natively else torch.float32, copy=True).requires_grad_() for x in (q, k, v)
+            ]
             scale = dim**-0.5
             out = tree_attention(*runs, flat(trees), scale)[0] if natively else reference(q_, k_, v_, trees, scale)
-            found.append([out.detach(), *torch.autograd.grad(out, runs, grad)])
-    return all(float((c - exact).abs().max() / exact.abs().max()) <= _CLOSE for c, exact in zip(*found, strict=True))
+            found.append([out.detach(), *torch.autograd.grad(out, runs, grad.to(out.dtype))])
+    errors = ((c.float() - exact).abs().max() / exact.abs().max() for c, exact in zip(*found, strict=True))
+    return all(float(error) <= _CLOSE[dtype] for error in errors)

@@ -187,7 +187,7 @@ def lower_quantile(values: Float[Tensor, " N"], q: float) -> Float[Tensor, ""]:
     position = q * (len(values) - 1)
     below = math.floor(position)
     smallest = values.topk(min(below + 2, len(values)), largest=False, sorted=True).values
-    return torch.lerp(smallest[below], smallest[min(below + 1, len(values) - 1)], position - below)
+    return torch.lerp(smallest[below], smallest[-1], position - below)
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Float[Tensor, ""]:

@@ -168,8 +168,12 @@ def test_evaluations_alone_are_shown_side_by_side(tmp_path, capsys):
     for name, summary in {"none": greedy, "majority": greedy | found}.items():
         made.record(tmp_path / name, {}, choices={"search": name}, command="eval")
         (tmp_path / name / "summary.json").write_text(json.dumps({"status": "completed", **summary}))
+    made.record(tmp_path / "other", {}, choices={"search": "none"}, command="eval")
+    (tmp_path / "other" / "summary.json").write_text("{")
     assert make([tmp_path], tmp_path / "out") is None and not (tmp_path / "out").exists()
-    shown = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines() if "search" in line]
+    printed = capsys.readouterr().out
+    assert "other: unfinished; no summary.json, and no process is at it; summary.json cannot be read" in printed
+    shown = [" ".join(line.split()) for line in printed.splitlines() if "search" in line]
     assert shown == [
         "evaluation search greedy tokens tokens of a reply",
         "search=majority 0.625 0.500 [0.250, 0.750] 1,264 18",
@@ -232,6 +236,8 @@ def test_arms_are_compared_seed_by_seed_with_the_one_that_is_named(tmp_path):
     assert grid.bases == (grid.arms[1], None, grid.arms[3], None, None), "the same n; not another task"
     leave(tmp_path / "grid/9", settings={"n": 8, "rule": "a", "task": {"path": "x", "max_terms": 9}})
     assert compared(tmp_path / "grid").bases == (None, *[grid.arms[0]] * 3, None, None)
+    (tmp_path / "grid/0/summary.json").unlink()
+    assert compared(tmp_path / "grid").base == grid.arms[1].label, "the first that has a completed run"
 
 
 def test_how_many_times_as_fast_an_arm_is_is_a_geometric_mean_over_the_seeds_that_get_there(tmp_path):
@@ -259,10 +265,15 @@ def test_a_run_that_did_not_complete_changes_no_mean_and_a_repeated_seed_counts_
     assert (before.final_accuracy, before.mean_curve) == (after.final_accuracy, after.mean_curve)
     assert all(before.mean(figure) == after.mean(figure) for figure in ("seconds", "generated_tokens", "peak_bytes"))
     assert [run.name for run in found.left_out] == ["2", "3", "4", "5", "6"]
-    leave(tmp_path / "7", (0.5, 0.8), settings={"seed": 1})
+    leave(tmp_path / "0a", (0.5, 0.8), settings={"seed": 1})  # listed before it, begun after it
+    for name, hour in (("0a", 2), ("1", 1)):
+        record = json.loads((tmp_path / name / "run.json").read_text())
+        record["about"] = {"began": f"2026-01-01T0{hour}:00:00+00:00", "changed": ["optim.lr=2 (was 1)"]}
+        (tmp_path / name / "run.json").write_text(json.dumps(record))
     (arm,) = compared(tmp_path).arms
-    assert [run.name for run in arm.runs] == ["0", "7"]
+    assert {run.name for run in arm.runs} == {"0", "0a"}
     assert (arm.others[0].name, arm.others[0].state) == ("1", State.REPEATED)
+    assert arm.others[0].notes == ("changed on the way: optim.lr=2 (was 1)",)
 
 
 def test_the_target_is_of_the_highest_accuracy(tmp_path):

@@ -72,6 +72,8 @@ def test_a_sweep_survives_a_killed_job_and_is_finished_by_resuming_it(tmp_path):
     found = [json.loads((folder / "status.json").read_text()) for folder in folders]
     assert [status["state"] for status in found] == ["failed", "skipped"]
     assert failure(1, tmp_path / "gone") == "exit code 1, and nothing in the log"
+    (tmp_path / "log.txt").write_text("error: the disk is full\nTraceback\nRuntimeError: new\n")
+    assert failure(1, tmp_path, logged=len("error: the disk is full\n")) == "RuntimeError: new"
     assert found[0]["reason"].startswith("killed by signal 9") and steps(folders[0]) == [0, 1, 2]
     listed = json.loads((tmp_path / "sweep" / "sweep.json").read_text())["jobs"]
     jobs = [(job["number"], job["folder"], job["overrides"][1:3]) for job in listed]

@@ -175,6 +175,8 @@ def measure(run: Prepared[ProfileRunSettings]) -> dict[str, Any]:
     tokens = dict.fromkeys(("old_logprobs", "ref_logprobs"), trained)
     tokens |= dict.fromkeys(("forward", "backward"), settings.train.epochs * trained)
     tokens["decode"], highest = progress.generated_tokens - before.generated_tokens, dict(peaks)
+    if run.rules.correction.rejects:  # it reads all rollouts, before any are chosen
+        tokens["old_logprobs"] = tokens["decode"]
     if wanted.eval and settings.eval.every > 0:
         with meter.span("eval"), step.learner.autocast():
             found = evaluate_with(runtime, settings.eval, settings.sampling, settings.seed)

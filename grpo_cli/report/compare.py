@@ -23,8 +23,8 @@ from grpo_cli.support.intervals import student_95
 # Settings that name a run or its folder and change no measurement, and the seed, which is averaged over.
 NO_DIFFERENCE = ("seed", "run_dir", "resume", "accept_damage", "logger", "hydra")
 DEFAULT_TARGET = 0.95  # of the best arm's best mean accuracy
-# What decides which problems are held out.
-_PROBLEMS = re.compile(r"task(\.(path|name|config\b.*|eval_\w+|(min|max)_\w+))?")
+# What decides which problems are held out, and how their answers are graded.
+_PROBLEMS = re.compile(r"task(\.(path|name|grading|config\b.*|(default_)?eval_\w+|\w+_field|(min|max)_\w+))?")
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,8 @@ class Arm:
             {run.recorded.seed: run.curve.first_reaching(accuracy) for run in arm.runs} for arm in (self, base)
         )
         pairs = ((seconds, theirs.get(seed)) for seed, seconds in mine.items())
-        found = estimate(math.log(of_base / seconds) for seconds, of_base in pairs if seconds and of_base)
+        ratios = (of_base / seconds for seconds, of_base in pairs if seconds and of_base)
+        found = estimate(math.log(ratio) for ratio in ratios if ratio > 0)  # a damaged file has any number
         return found and Estimate(math.exp(found.mean), math.exp(found.low), math.exp(found.high), found.over)
 
     def mean(self, figure: str) -> Estimate | None:
@@ -121,8 +122,9 @@ def compare(
     runs: Sequence[Run], target: float | None = None, metric: str = GREEDY, base: str | None = None
 ) -> Comparison:
     """Group the runs, read with `metric`, into arms. `target` is the accuracy that is timed, by default DEFAULT_TARGET
-    of the best; `base` is the label of the arm that the others are compared with, by default the first, or settings,
-    where the rest is to be as in the arm that is compared. Arms of different tasks are not compared."""
+    of the best; `base` is the label of the arm that the others are compared with, by default the first that has a
+    completed run, or settings, where the rest is to be as in the arm that is compared. Arms of different tasks are not
+    compared."""
     if target is not None and not 0 < target <= 1:
         raise UserError(f"--target={target:g} must be an accuracy above 0 and at most 1")
     known = [run for run in runs if run.recorded.known]
@@ -135,7 +137,7 @@ def compare(
     alone = known[0].name if len(known) == 1 else "all runs"
     labels = short if len({*short, ""}) > len(short) else [whole or alone for whole in members]
     arms = tuple(_arm(*labelled, columns) for labelled in zip(labels, members.values(), strict=True))
-    base = base or next(iter(labels), "")
+    base = base or next((arm.label for arm in arms if arm.runs), next(iter(labels), ""))
     by_label, by_settings = ({name: arm for name, arm in zip(names, arms, strict=True)} for names in (labels, members))
     other = dict(word.partition("=")[::2] for word in base.split())
     keys = dict.fromkeys([*columns, *other])  # no arm has a key that is no column
@@ -177,9 +179,10 @@ def differences(recorded: Sequence[RecordedSettings]) -> tuple[tuple[str, ...], 
 
 
 def _arm(label: str, runs: Sequence[Run], columns: Sequence[str]) -> Arm:
-    """Build an arm. Two completed runs of one seed are one sample: the later run counts, the earlier ones are set
-    apart, with the reason."""
-    counted = {run.recorded.seed: run for run in runs if run.state == State.COMPLETED}
+    """Build an arm. Two completed runs of one seed are one sample: the one that began later counts, the earlier ones
+    are set apart, with the reason."""
+    by_time = sorted(runs, key=lambda run: run.began)
+    counted = {run.recorded.seed: run for run in by_time if run.state == State.COMPLETED}
     others = [run for run in runs if counted.get(run.recorded.seed) is not run]
     for i, run in enumerate(others):
         if run.state == State.COMPLETED:
@@ -187,7 +190,7 @@ def _arm(label: str, runs: Sequence[Run], columns: Sequence[str]) -> Arm:
             others[i] = replace(run, state=State.REPEATED, reason=again)
     settings = runs[0].recorded.settings
     kept = {column: settings[column] for column in columns if column in settings}
-    return Arm(label, kept, tuple(counted.values()), tuple(others))
+    return Arm(label, kept, tuple(run for run in runs if counted.get(run.recorded.seed) is run), tuple(others))
 
 
 def estimate(values: Iterable[float | None], least: float = -math.inf, most: float = math.inf) -> Estimate | None:

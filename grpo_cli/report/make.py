@@ -11,7 +11,7 @@ from grpo_cli.report import plots
 from grpo_cli.report.compare import Comparison, compare, differences
 from grpo_cli.report.curves import GREEDY
 from grpo_cli.report.overview import in_files, overview
-from grpo_cli.report.read import Run, read_all
+from grpo_cli.report.read import Run, State, read_all
 from grpo_cli.report.recorded_settings import words
 from grpo_cli.report.rollouts import before_and_after
 from grpo_cli.report.side_by_side import show_evaluations
@@ -40,8 +40,13 @@ def make(
     console = console or terminal.console()
     read = read_all(folders, metric)
     if read and all(run.recorded.command == "eval" for run in read):
-        columns, _ = differences([run.recorded for run in read])
-        show_evaluations([(words(run.recorded.settings, columns) or run.name, run.folder) for run in read])
+        columns = [*differences([run.recorded for run in read])[0]]
+        columns += ["seed"] * (len({run.recorded.seed for run in read}) > 1)
+        done = [run for run in read if run.state == State.COMPLETED]
+        show_evaluations([(words(run.recorded.settings, columns) or run.name, run.folder) for run in done])
+        for run in (run for run in read if run.state != State.COMPLETED):
+            why = "; ".join(filter(None, (run.state.value, run.reason, *run.notes)))
+            console.print(f"{run.name}: {why}", markup=False, highlight=False, soft_wrap=True)
         if out is not None:
             terminal.to_stderr(f"nothing is written to {out}: a report of evaluations alone is this table")
         return None

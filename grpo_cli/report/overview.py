@@ -41,9 +41,9 @@ def in_files(comparison: Comparison) -> dict[str, bytes]:
     table, about = arm_table(comparison, by_setting=True), [*overview(comparison)]
     notes = [*footnotes(comparison), *([f"{table.title}."] if table.title else [])]
     rule = ["---:" if name in table.numeric else "---" for name in table.columns]
-    escaped = [[re.sub(r"([|*])", r"\\\1", cell) for cell in row] for row in (table.columns, *table.rows)]
+    escaped = [[*map(_md, row)] for row in (table.columns, *table.rows)]
     markdown = [f"| {' | '.join(row)} |" for row in (escaped[0], rule, *escaped[1:])]
-    markdown = ["\n\n".join(about), "", *markdown, "", "\n\n".join(notes).replace("*", r"\*")]
+    markdown = ["\n\n".join(map(_md, about)), "", *markdown, "", "\n\n".join(map(_md, notes))]
     head, *body = (" & ".join(map(_tex, row)) + r" \\" for row in (table.columns, *table.rows))
     aligned = "".join("r" if name in table.numeric else "l" for name in table.columns)
     tex = [*(f"% {line}" for line in about), r"\begin{table}", r"\centering", rf"\caption{{{_tex(' '.join(notes))}}}"]
@@ -51,6 +51,11 @@ def in_files(comparison: Comparison) -> dict[str, bytes]:
     texts = {"report.csv": _in_numbers(comparison), "report.md": markdown}
     texts["report.tex"] = [*tex, r"\end{tabular}", r"\end{table}"]
     return {name: "".join(f"{line}\n" for line in lines).encode() for name, lines in texts.items()}
+
+
+def _md(text: str) -> str:
+    """Return text in Markdown."""
+    return re.sub(r"([\\`|*<$~])|(?<!\w)_|_(?!\w)", lambda sign: f"\\{sign[0]}", text)
 
 
 def _tex(text: str) -> str:

@@ -92,7 +92,9 @@ def _draw(panel: Axes, arm: Arm, axis: str, metric: str, colour: str, marker: st
     if mean.steps:
         several, x = len(curves) > 1, mean.axes[axis]
         ends = interval(curves) if several else np.transpose(curves[0].intervals)
-        ends = np.clip(ends, min(0, *mean.values), 1 if is_accuracy else None)
+        ends = np.clip(ends, 0 if min(mean.values) >= 0 else None, 1 if is_accuracy else None)
+        if several and is_accuracy:  # no interval where all agree, as in the table
+            ends[:, ends[0] == ends[1]] = np.nan
         width = 1 if is_accuracy else max(1, len(x) // 20)
         y, low, high = (np.convolve(line, np.ones(width) / width, mode="valid") for line in (mean.values, *ends))
         style: Any = {"marker": marker, "ms": 4, "mec": "white", "markevery": max(1, len(y) // 8)}

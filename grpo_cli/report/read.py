@@ -50,7 +50,7 @@ class Run:
     """One run as read from its folder. Missing numbers are None.
 
     `curve` is of the requested accuracy, `accuracies` names those that the run has measured. `notes` say what
-    could not be read.
+    could not be read, and what a resumed run has changed.
     """
 
     folder: Path
@@ -68,6 +68,7 @@ class Run:
     code: Mapping[str, str] = field(default_factory=dict)  # versions of the code, by package
     notes: tuple[str, ...] = ()
     series: Mapping[str, Curve] = field(default_factory=dict)  # of the metrics of `SERIES`
+    began: str = ""  # UTC, in ISO form
 
     @property
     def final_accuracy(self) -> float | None:
@@ -132,6 +133,8 @@ def read_run(folder: Path, name: str, job: Sequence[str] = (), metric: str = GRE
     except UserError as error:
         record = None
         notes.insert(0, plain(str(error).removeprefix(f"{folder}{os.sep}")))
+    if record and (changed := _words(record.about.get("changed"))):
+        notes.append(plain(f"changed on the way: {', '.join(changed)}"))
     words, command = _words(status.get("overrides")) or job, str(status.get("command", "train"))
     recorded = settings_of_overrides(words, command) if record is None else settings_of_record(record)
     if recorded.command == "eval":  # has no steps; its results are in its summary
@@ -157,6 +160,7 @@ def read_run(folder: Path, name: str, job: Sequence[str] = (), metric: str = GRE
         code={plain(name): plain(value) for name, value in code.items() if value} if isinstance(code, dict) else {},
         notes=(*notes, *of_rows),
         series={name: curve_of(steps, name) for name in SERIES},
+        began=str(record.about.get("began", "")) if record else "",
     )
 
 

@@ -98,9 +98,11 @@ def before_and_after(runs: Mapping[str, Path]) -> str | None:
         candidates = [max(merits, key=lambda prompt: merits[prompt])] if merits else [*found]
         groups = [(step, prompt) for prompt in candidates for step in found[prompt]]
         lines += [f"## {label}", "", *([] if merits else ["No prompt was recorded twice, so these are two.", ""])]
-        for end in (min(groups), max(groups)):
-            rows = records(runs[label] / ROLLOUTS, Recorded.model_validate_json, [])
-            group = sorted((row for row in rows if (row.step, row.prompt_id) == end), key=lambda row: row.sample)
+        ends = min(groups), max(groups)
+        rows = records(runs[label] / ROLLOUTS, Recorded.model_validate_json, [])
+        kept = sorted((row for row in rows if (row.step, row.prompt_id) in ends), key=lambda row: row.sample)
+        for end in ends:
+            group = [row for row in kept if (row.step, row.prompt_id) == end]
             lines += [f"### Step {end[0]}, prompt {plain(end[1])}", "", *_indented(group[0].prompt), ""]
             lines += ["Its answer:", "", *_indented(group[0].answer), ""]
             for row in group:

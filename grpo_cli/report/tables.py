@@ -140,7 +140,7 @@ def footnotes(comparison: Comparison) -> list[str]:
         f"Means over completed runs ({len(averaged)} of {len(averaged) + len(comparison.left_out)}), with Student's "
         f"95% interval over seeds where they differ; accuracy is the held-out {accuracy_label(comparison.metric)}."
     ]
-    if any(comparison.bases):
+    if any(found["difference"] for found in figures(comparison)):
         notes.append(f"Difference: final accuracy less that of {comparison.base}, mean over the seeds that both have.")
     if any(arm.task != arms[0].task for arm in arms):
         notes.append("Arms of different tasks are not compared with each other.")
@@ -151,8 +151,10 @@ def footnotes(comparison: Comparison) -> list[str]:
     elif target is not None:
         notes.append(
             f"Time to target: an accuracy of {target:.3f} ({comparison.target_is}); training seconds up to the first "
-            "evaluation that reaches it, mean over the runs that get there; times as fast: geometric mean over the "
-            "seeds with which both do."
+            "evaluation that reaches it, mean over the runs that get there"
+            + "; times as fast: geometric mean over the seeds with which both do"
+            * any(found["speedup"] for found in figures(comparison))
+            + "."
         )
     codes = Counter(", ".join(f"{name} {version}" for name, version in run.code.items()) for run in averaged)
     if len(codes) > 1:

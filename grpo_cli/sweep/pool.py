@@ -29,6 +29,7 @@ class RunningJob:
     place: Mapping[str, str]
     process: subprocess.Popen[bytes]
     began: float
+    logged: int  # bytes that its log had before
 
 
 class Pool:
@@ -73,6 +74,7 @@ class Pool:
     def _start(self, job: Job) -> None:
         place = self._free.popleft()
         with open(job.folder / LOG, "ab") as log:
+            logged = log.tell()
             process = subprocess.Popen(
                 self._command_of(job),
                 stdin=subprocess.DEVNULL,
@@ -81,7 +83,7 @@ class Pool:
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **place},
                 start_new_session=True,
             )
-        self._running.append(RunningJob(job, place, process, time.monotonic()))
+        self._running.append(RunningJob(job, place, process, time.monotonic(), logged))
         self._note(job, replace(self.states[job], state="running", reason=None, exit_code=None))
 
     def _end(self, number: signal.Signals) -> None:
@@ -98,7 +100,7 @@ class Pool:
             self._running.remove(one)
             self._free.append(one.place)
             before, code = self.states[one.job], one.process.returncode
-            reason = failure(code, one.job.folder)
+            reason = failure(code, one.job.folder, one.logged)
             state = "done" if reason is None else "failed"
             if reason is not None and self.stopped:
                 state, reason = "waiting", "the sweep was stopped while it ran"

@@ -55,9 +55,9 @@ def status_line(job: Job, status: JobState) -> str:
     return f"job {job.number}  {job.label}: {'  '.join(parts)}"
 
 
-def failure(code: int, folder: Path) -> str | None:
+def failure(code: int, folder: Path, logged: int = 0) -> str | None:
     """Return why a process that ended with this code did not complete its run: from its summary, a signal, or the last
-    lines of its log. None if it did."""
+    lines of its log, which had `logged` bytes before. None if it did."""
     if code == 0:
         try:
             ended = read_object(folder / SUMMARY).get("status", "completed")
@@ -69,7 +69,7 @@ def failure(code: int, folder: Path) -> str | None:
         return f"killed by signal {-code} ({signal.strsignal(-code)}){hint}"
     text = ""
     with suppress(OSError):  # somebody may have removed the folder
-        text = (folder / LOG).read_bytes()[-TAIL_BYTES:].decode("utf-8", "replace")
+        text = (folder / LOG).read_bytes()[logged:][-TAIL_BYTES:].decode("utf-8", "replace")
     lines = [line.strip() for line in text.split("\n") if line.strip()]
     start = next((i for i in reversed(range(len(lines))) if lines[i].startswith("error: ")), len(lines) - 1)
     return " ".join(lines[start:]).removeprefix("error: ") or f"exit code {code}, and nothing in the log"

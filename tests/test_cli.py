@@ -19,6 +19,8 @@ from grpo_cli import __version__
 from grpo_cli.cli import jobs
 from grpo_cli.cli.hydra_run import with_checkpoint
 from grpo_cli.cli.main import offered
+from grpo_cli.cli.mistakes import without_effect
+from grpo_cli.config.choices import read_command
 from grpo_cli.config.overrides import quoted, value_of
 from grpo_cli.runs.record import read_record
 from grpo_cli.support.errors import UserError
@@ -90,6 +92,10 @@ REFUSED = {
     "train seed=0,1": ("seed=0,1", "seed=[0,1]"),
     f"train optim.betas=[0.9,{5000 * '9'}]": ("optim.betas", "digits"),
     "train hydra.run.dir=": ("hydra.run.dir",),
+    "train run_dir=null": ("hydra.run.dir=",),
+    "train --cfg n=8": ("--cfg job",),
+    "train hydra.mode=MULTIRUN": ("add -m",),
+    "eval model=hf": ("give model.path=",),
     "train resume=auto": ("resume=auto found no run",),
     "train resume=empty": ("resume=empty is not a run folder",),
     "train resume=sweep": ("with -m",),
@@ -111,6 +117,17 @@ def test_what_a_person_got_wrong_is_one_message_and_exit_code_2(elsewhere, argum
     assert [key for key in keys if key not in said] == [], said
 
 
+def test_a_typed_setting_that_another_switches_off_is_named():
+    settings = {key: one.value for key, one in read_command("train").settings.items()} | {"resume": None}
+    typed = ["n", "optim.ess_reference", "train.warmup_steps", "accept_damage"]
+    assert [line.partition(" with ") for line in without_effect(settings, typed)] == [
+        ("train.warmup_steps has no effect", " with ", "train.warmup=none"),
+        ("optim.ess_reference has no effect", " with ", "optim.ess=none"),
+        ("accept_damage has no effect", " with ", "resume=null"),
+    ]
+    assert [*without_effect({**settings, "optim.ess": "sqrt"}, ["optim.ess_reference"])] == []
+
+
 @pytest.mark.parametrize("name", ["out/lr=1e-3", "a, b", "it's ${n}", "~/x=1", "plain"])
 def test_the_first_word_of_an_evaluation_may_be_a_folder_of_any_name(name: str) -> None:
     words = with_checkpoint([name, "seed=1", "~logger"])
@@ -124,7 +141,7 @@ def test_the_first_word_of_an_evaluation_may_be_a_folder_of_any_name(name: str) 
 UNKNOWN = {
     "samplr=full": "did you mean sampler?",
     "optim.lrr=3": "did you mean optim.lr?",
-    "task.weights.format=1": "task=",
+    "task.weights.format=1": "type +task.weights.format=...",
     "zzz=3": "not a setting",
     "loss=grop": "did you mean grpo?",
 }

@@ -86,7 +86,7 @@ def test_the_live_view_fits_and_keeps_labels_and_what_comes_first(width):
     screen.console.print(screen.tracker)
     lines = [line.rstrip() for line in screen.console.export_text().splitlines()]
     assert max(map(len, lines)) <= width
-    assert lines[0].startswith("step 100/1000  30m00s left") and len(lines) == 10
+    assert lines[0].startswith("step 101/1000  30m00s left") and len(lines) == 10
     for label, value in (("reward", "1.000"), ("eval accuracy", "0.710"), ("right", "It is 7."), ("wrong", "8")):
         assert any(line.split(label)[-1].strip().startswith(value) for line in lines if line.startswith(label))
 

@@ -24,7 +24,8 @@ from grpo_cli.runs.record import read_record
 from grpo_cli.support import processor
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.processor import fast_in_bfloat16
-from grpo_cli.tracking.introduction import doubts, doubts_of_shape
+from grpo_cli.tracking.introduction import doubts, doubts_of_prompts, doubts_of_shape
+from grpo_cli.types import Prompt
 
 COOKBOOK = (Path(__file__).parents[1] / "grpo_cli" / "docs" / "cookbook.md").read_text()
 TRAINED = r"^    grpo train (.*?) *# (\d+) GB.*$"
@@ -63,6 +64,15 @@ def test_the_preset_of_a_folder_s_shape_is_named_where_its_rate_is_another(lr, t
     presets = {"smollm2_135m": read_choice("model", "smollm2_135m").values}
     shape = SimpleNamespace(**presets["smollm2_135m"]["architecture"])
     assert len([*doubts_of_shape(settings_of("model=hf", "model.path=m", lr), shape, presets)]) == told
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt", "told"), [("tiny", "What is 1+1?", 1), ("tiny", "1+1=", 0), ("x", "What?", 0)]
+)
+def test_prompts_with_words_are_doubted_where_the_model_knows_none(path, prompt, told):
+    task: Any = SimpleNamespace(prompts=lambda split: [Prompt("p", (0,), "2")])
+    tokenizer, run = SimpleNamespace(decode=lambda ids: prompt, chat_template=None), settings_of(f"model.path={path}")
+    assert len([*doubts_of_prompts(task, tokenizer, (1,), run)]) == told
 
 
 # As long as the problems of GSM8K are on average, in characters; a plan counts a token for each, three times too many.

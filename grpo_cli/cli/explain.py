@@ -26,7 +26,6 @@ from grpo_cli.metric_names import METRICS
 from grpo_cli.support.errors import UserError, closest, refuse
 
 Rows = Iterator[tuple[str, str]]
-NOTHING_GIVEN: Mapping[str, str] = {}
 WIDEST = 38  # columns of a setting; a longer one pushes its comment to the right
 
 
@@ -83,7 +82,7 @@ def _meanings(name: str) -> Rows:
         yield from _metrics_of(name)
     if name in listed("concepts"):
         yield f"{name}:", listed("concepts")[name]
-    if (ours := meant_by(name)) is not None and name not in (ours, ours.rpartition(".")[2]):
+    if name not in _settings() and (ours := meant_by(name)) and name != ours.rpartition(".")[2]:
         yield f"{name} (TRL, verl)", f"{ours} here: grpo explain {ours.partition('=')[0]}"
 
 
@@ -91,7 +90,7 @@ def _metrics_of(word: str) -> Rows:
     """Yield the metric with this name (placeholders such as `<k>` filled in), or those whose names hold the word."""
     for name, sentence in METRICS.items():
         pattern = re.sub(r"<[a-z]+>", "[^/]+", re.escape(name).replace("<k>", "[1-9][0-9]*"))
-        if re.fullmatch(pattern, word) or word in {*re.split(r"[/_@]", name), *name.split("/")}:
+        if re.fullmatch(pattern, word) or word in {name, *re.split(r"[/_@]", name), *name.split("/")}:
             yield f"{name}:", sentence
 
 
@@ -116,17 +115,17 @@ def _settings() -> Mapping[str, Mapping[tuple[str, str], list[str]]]:
     return found
 
 
-def _choice(group: str, choice: str, given: Mapping[str, str] = NOTHING_GIVEN, own: Path | None = None) -> Rows:
+def _choice(group: str, choice: str, given: Mapping[str, str] | None = None, own: Path | None = None) -> Rows:
     """Yield a choice with its explanation and the place of its file, and its settings."""
     file = read_choice(group, choice, own)
     yield f"{group}={choice}:", f"{file.about} ({file.place})"
     yield from _rows(file.settings, prefix_of(group), given)
 
 
-def _rows(settings: Mapping[str, Setting], prefix: str = "", given: Mapping[str, str] = NOTHING_GIVEN) -> Rows:
+def _rows(settings: Mapping[str, Setting], prefix: str = "", given: Mapping[str, str] | None = None) -> Rows:
     """Yield settings as they are typed, with the values that are `given` or else their own, each with its comment."""
     for key, setting in settings.items():
-        value = given.get(f"{prefix}{key}", setting.value)
+        value = (given or {}).get(f"{prefix}{key}", setting.value)
         if value or setting.comment:
             yield f"{prefix}{key}{f'={value}' if value else ':'}", setting.comment
 

@@ -14,17 +14,19 @@ from typing import Any
 import hydra
 import typer
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from grpo_cli.cli.mistakes import as_text, unknown, unusable
+from grpo_cli.cli.mistakes import as_text, unknown, unusable, without_effect
 from grpo_cli.config.choices import config_dir
 from grpo_cli.config.compose import composed, new_folder_names, of_hydra, settings_from
-from grpo_cli.config.overrides import key_of, quoted
+from grpo_cli.config.overrides import key_of, leaves, quoted
 from grpo_cli.config.recorded import Command, start_of
 from grpo_cli.support.errors import UserError, refuse
+from grpo_cli.support.terminal import to_stderr
 from grpo_cli.sweep.resume import Sweep, sweep_of
 
 _TEX = "abla|atural|cong|earrow|e|eg|eq|ewcommand|ewline|exists|geq|gtr|i|leq|less|mid|ot|otin|u|warrow"
@@ -38,8 +40,6 @@ def hand_over(command: str, words: Sequence[str], is_sweep: bool, only_print: bo
     try:
         words = [*map(with_line_breaks, with_checkpoint(words) if command == "eval" else words)]
         if own is not None:
-            if not own.is_dir():
-                raise UserError(f"--config-dir={own} is not a folder: name the one that holds your choices")
             words = [f"hydra.searchpath=[{quoted(f'file://{own.absolute()}')}]", *words]
         if is_sweep and only_print:
             raise UserError("--cfg prints the settings of one run: leave -m out, and give each setting one value")
@@ -49,6 +49,8 @@ def hand_over(command: str, words: Sequence[str], is_sweep: bool, only_print: bo
             return
         with readable_errors(command, words, own):
             found = composed(command, words)
+        if HydraConfig.get().sweeper.get("params"):
+            to_stderr("warning: this experiment is a sweep; without -m its values of hydra.sweeper.params are ignored")
         typer.echo(OmegaConf.to_yaml(found.cfg)) if only_print else _run(found)
     finally:
         sys.path[:] = path
@@ -94,6 +96,9 @@ def readable_errors(
 def _run(command: Command) -> Any:
     """Read a command's settings, and then load PyTorch to do its work."""
     settings = settings_from(command)
+    values = leaves("", OmegaConf.to_container(command.cfg, resolve=True))
+    for line in without_effect(values, [*map(key_of, command.typed)]):
+        to_stderr(f"warning: {line}")
     from grpo_cli.cli.jobs import JOBS, fitted
 
     return JOBS[command.name](command, fitted(command, settings) if command.name == "train" else settings)

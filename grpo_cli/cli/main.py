@@ -83,6 +83,10 @@ def _add(name: str, about: str) -> None:
         own: Annotated[Path | None, typer.Option("--config-dir", help="A folder of your own choices.")] = None,
         helps: Annotated[bool, typer.Option("--help", "-h", help="List choices, settings and examples.")] = False,
     ) -> None:
+        if own is not None and not own.is_dir():
+            raise UserError(f"--config-dir={own} is not a folder: name the one that holds your choices")
+        if cfg not in (None, "job"):
+            raise UserError(f"--cfg={cfg}: type --cfg job, which prints the settings")
         if helps:
             from grpo_cli.cli.explain import print_help
 

@@ -16,6 +16,19 @@ from grpo_cli.config.choices import choices, chosen, groups_of, has_choice, mark
 from grpo_cli.config.overrides import quoted, value_of
 from grpo_cli.support.errors import closest
 from grpo_cli.support.extras import EXTRAS, absent, installed
+from grpo_cli.support.formatting import shown
+
+_SWITCHES = {  # the value that switches something off, and the settings of what it is
+    "correction.importance": (
+        "none",
+        [f"correction.{one}" for one in ("is_mode", "is_threshold", "is_threshold_low", "batch_normalise")],
+    ),
+    "correction.rejection": ("none", ["correction.veto"]),
+    "train.warmup": ("none", [f"train.warmup_{one}" for one in ("steps", "path", "field", "lr")]),
+    "optim.ess": ("none", ["optim.ess_reference"]),
+    "model.lora.rank": (0, [f"model.lora.{one}" for one in ("alpha", "dropout", "targets")]),
+    "resume": (None, ["accept_damage"]),
+}
 
 
 def unusable(words: Sequence[str], is_sweep: bool) -> Iterator[str]:
@@ -34,6 +47,8 @@ def unusable(words: Sequence[str], is_sweep: bool) -> Iterator[str]:
             yield f"{word} is of one run: a sweep writes to hydra.sweep.dir=<folder>"
         elif key.lstrip("+") == "hydra.sweep.dir" and value.strip("\"'").startswith("~"):
             yield f"{word}: write the home folder in full, or the sweep goes below a folder named ~"
+        elif not is_sweep and key.lstrip("+").startswith(("hydra.sweep.", "hydra.mode")):
+            yield f"{word} is of a sweep: add -m"
         elif key == "hydra.job.chdir" and value != "false":
             yield f"{word} moves a run from the folder to which its paths refer: leave it out"
 
@@ -75,15 +90,24 @@ def _no_setting(key: str, known: Mapping[str, str]) -> str:
     """Return what an unknown key may have meant: a setting of another choice of its group, a name of TRL or verl, a
     misspelling."""
     group, _, word = key.partition(".")
+    parent = key.rpartition(".")[0]
+    if known.get(parent) == "{}" or parent == "task.weights":  # it takes any key
+        hint = closest(key, [one for one in known if one.startswith(f"{parent}.")])
+        return f"{key} is new to {group}: type +{key}=...{hint}"
     if (ours := meant_by(key)) == key:  # of another command
         ours = next((one for one in known if one.endswith(f".{word}")), None)
     if having := [f"{group}={one}" for one in choices(group) if group and word in read_choice(group, one).settings]:
         others = f"but of {', '.join(having)}{f'; did you mean {ours}?' if ours else ''}"
         return f"{key} is not a setting of this {group}, {others}"
-    if known.get(key.rpartition(".")[0]) == "{}":  # it takes any key
-        return f"{key} is new to {group}: type +{key}=..."
     near = [one for one in known if "." not in key or "." in one]
     return f"{key} is not a setting{f'; did you mean {ours}?' if ours else closest(key, near)}"
+
+
+def without_effect(settings: Mapping[str, Any], typed: Sequence[str]) -> Iterator[str]:
+    """Yield a line for each typed key that another of the settings, given by dotted key, switches off."""
+    for switch, (off, keys) in _SWITCHES.items():
+        if settings.get(switch) == off:
+            yield from (f"{key} has no effect with {switch}={shown(off)}" for key in keys if key in typed)
 
 
 def _known_keys(command: str, words: Sequence[str], own: Path | None) -> dict[str, str]:

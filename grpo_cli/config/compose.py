@@ -44,6 +44,8 @@ def composed(name: str, typed: Sequence[str]) -> Command:
 
 def of_hydra(name: str, cfg: Any, record: RunRecord | None) -> Command:
     """Return the command that Hydra has composed, also as a job of a sweep, over the settings of a recorded run."""
+    if cfg.run_dir in (None, ""):
+        raise UserError("run_dir has no value: leave it out, and type hydra.run.dir=<folder>")
     about, cfg.run_dir = HydraConfig.get(), str(cfg.run_dir)
     keys = {key_of(word) for word in about.overrides.task}
     is_split = name != "eval" or cfg.eval.split == "train" or keys & {"task.eval_path", "task.eval_fraction"}
@@ -88,7 +90,9 @@ def read_settings(cfg: DictConfig, kind: type[Settings], typed: Sequence[str] = 
 
             part = without_inherited(group, part, keys)
         parts[group] = part
-    problems += [f"{key} has no value; give {key}=..." for key, value in leaves("", parts).items() if value == "???"]
+    problems += [
+        f"{key} has no value; give {key}=..." for key, value in leaves("", values | parts).items() if value == "???"
+    ]
     with gathered(problems):
         settings: Settings = read(kind, values | {"parts": parts}, cfg)
     if problems and (typed_parts := parts.keys() & {key.partition(".")[0] for key in keys}):

@@ -53,7 +53,11 @@ class Factory:
         call, target = vars(protocol).get("__call__"), self.part["_target_"]
         if call and not isinstance(self.code, type):
             made: Any = partial(self.code, **self.settings)
-            needs = {name: bool(needed) for name, needed in vars(self.code).items() if name.startswith("needs_")}
+            needs = {
+                name: bool(needed)
+                for name, needed in getattr(self.code, "__dict__", {}).items()
+                if name.startswith("needs_")
+            }
             vars(made).update({"needs_reference": False} | needs)  # of a loss
         else:
             takes = inspect.signature(self.code).parameters

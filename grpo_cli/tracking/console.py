@@ -167,7 +167,7 @@ class ConsoleTracker:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         left = self.seconds_left()
-        parts = ["starting" if self._step is None else f"step {self._step}/{self._total}"]
+        parts = ["starting" if self._step is None else f"step {min(self._step + 1, self._total)}/{self._total}"]
         parts += [f"{duration(left)} left"] if left else []
         yield Text("  ".join([*parts, self._phase_line()]).rstrip(), no_wrap=True, overflow="ellipsis")
         rows = Table.grid(padding=(0, 2))

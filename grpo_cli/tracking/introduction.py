@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from grpo_cli.interfaces import Runtime, Task
+from grpo_cli.model.load import TINY
 from grpo_cli.settings import EvalRunSettings, RunSettings
 from grpo_cli.tasks.prompting import TODAY, turn_end
 
@@ -56,8 +58,12 @@ def doubts_of_shape(settings: RunSettings, config: Any, presets: Mapping[str, Ma
 def doubts_of_prompts(
     task: Task, tokenizer: Any, eos: Sequence[int], run: RunSettings | EvalRunSettings
 ) -> Iterator[str]:
-    """Yield what is odd about the beginnings and ends of replies, and about prompts that contain the date."""
-    first = [prompt.token_ids[-1] for prompt in task.prompts("eval")[:1]]
+    """Yield what is odd about the beginnings and ends of replies, and about prompts that have words for a model that
+    knows none, or the date."""
+    prompts = [prompt.token_ids for prompt in task.prompts("eval")[:1]]
+    if run.model.path == TINY and any(re.search("[A-Za-z]{3}", tokenizer.decode(prompt)) for prompt in prompts):
+        yield "the embedded model knows sums only, and prompts have words: choose another, such as model=smollm2_135m"
+    first = [prompt[-1] for prompt in prompts]
     if set(first) & set(eos):
         yield f"prompts end with {tokenizer.decode(first)}, which ends a completion: correct the chat template"
     if not (tokenizer.chat_template and run.parts["task"].get("use_chat_template")):

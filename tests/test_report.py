@@ -357,7 +357,7 @@ def test_a_report_begins_with_what_its_runs_share(tmp_path):
         leave(tmp_path / f"{n}", settings=common | {"n": n}, choices=choices, words=[f"n={n}", *words])
     about, command = overview(compared(tmp_path))
     assert about == "model hf, task jsonl, model.path models/own"
-    assert command == "all of them: grpo train train.steps=20 'task.weights={correct: 1}'"
+    assert command == "every run: grpo train train.steps=20 'task.weights={correct: 1}'"
 
 
 def test_the_table_is_written_for_spreadsheets_pages_and_papers(tmp_path):

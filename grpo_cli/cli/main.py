@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperGroup
 
 from grpo_cli import __version__
-from grpo_cli.support.errors import UserError, closest, gathered, refuse
+from grpo_cli.support.errors import UserError, closest, gathered
 from grpo_cli.support.formatting import legible
 from grpo_cli.support.processor import set_variables
 from grpo_cli.support.terminal import outlive_the_reader
@@ -181,7 +181,8 @@ def explain(
         typer.echo("\n" * (place > 0), nl=False)
         with gathered(unknown):
             explain_word(word)
-    refuse(unknown)
+    if unknown:
+        raise UserError("\n".join(unknown))
 
 
 @app.command(epilog="an example is: grpo export outputs/train/my_run my_model")

@@ -33,7 +33,7 @@ def overview(comparison: Comparison) -> Iterator[str]:
     same = {key for key, word in typed.items() if key in shared or all(one.typed.get(key) == word for one in recorded)}
     words = [word for key, word in typed.items() if key in same and key.partition(".")[0] not in NO_DIFFERENCE]
     if words:
-        yield f"all of them: grpo train {shlex.join(words)}"
+        yield f"every run: grpo train {shlex.join(words)}"
 
 
 def in_files(comparison: Comparison) -> dict[str, bytes]:

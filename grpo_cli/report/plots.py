@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from grpo_cli.report.compare import Arm, Comparison
-from grpo_cli.report.curves import AXES, SERIES, accuracy_label, interval, mean_curve
+from grpo_cli.report.curves import AXES, SERIES, Curve, accuracy_label, interval, mean_curve
 from grpo_cli.report.overview import overview
 
 if TYPE_CHECKING:
@@ -65,7 +65,10 @@ def _figure(comparison: Comparison, panels: Sequence[tuple[str, str, str]]) -> F
     figure = Figure(layout="constrained")
     named: dict[str, Artist] = {}
     for i, (axis, metric, label) in enumerate(panels, 1):
-        label += "\n(running mean)" * (metric in SERIES)
+        smoothed = any(
+            _window(run.series[metric]) > 1 for arm in comparison.arms for run in arm.runs if metric in SERIES
+        )
+        label += "\n(running mean)" * smoothed
         panel = figure.add_subplot(len(panels), 1, i, xlabel=AXES[axis], ylabel=label)
         for j, arm in enumerate(comparison.arms):
             _draw(panel, arm, axis, metric, COLOURS[j % len(COLOURS)], MARKERS[j % len(MARKERS)])
@@ -95,7 +98,7 @@ def _draw(panel: Axes, arm: Arm, axis: str, metric: str, colour: str, marker: st
         ends = np.clip(ends, 0 if min(mean.values) >= 0 else None, 1 if is_accuracy else None)
         if several and is_accuracy:  # no interval where all agree, as in the table
             ends[:, ends[0] == ends[1]] = np.nan
-        width = 1 if is_accuracy else max(1, len(x) // 20)
+        width = 1 if is_accuracy else _window(mean)
         y, low, high = (np.convolve(line, np.ones(width) / width, mode="valid") for line in (mean.values, *ends))
         style: Any = {"marker": marker, "ms": 4, "mec": "white", "markevery": max(1, len(y) // 8)}
         panel.plot(x[width - 1 :], y, color=colour, lw=1.5, label=_broken(arm.label), clip_on=False, zorder=3, **style)
@@ -105,6 +108,11 @@ def _draw(panel: Axes, arm: Arm, axis: str, metric: str, colour: str, marker: st
     name = _broken(f"{arm.label}, not averaged")
     for curve in [run.curve for run in arm.others if is_accuracy and run.curve.steps]:
         panel.plot(curve.axes[axis], curve.values, color=colour, lw=1.0, ls=":", label=name)
+
+
+def _window(curve: Curve) -> int:
+    """Return over how many steps a curve is averaged in a picture."""
+    return max(1, len(curve.steps) // 20)
 
 
 def _tick(value: float, _: Any) -> str:

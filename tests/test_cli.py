@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from typed import content, done, grpo, json_lines, refused
 
-from grpo_cli import __version__
+from grpo_cli import __version__, cli
 from grpo_cli.cli import jobs
 from grpo_cli.cli.hydra_run import with_checkpoint
 from grpo_cli.cli.main import offered
@@ -190,6 +191,14 @@ def test_completion_offers_groups_and_their_choices(words, incomplete, expected)
     of_train = SimpleNamespace(info_name="train", params={"overrides": words.split()})
     assert offered(of_train, incomplete) == expected.split()
     assert offered(SimpleNamespace(info_name="eval", params={}), "loss=") == []
+
+
+def test_pages_are_listed_and_printed_and_an_unknown_one_is_answered_with_the_nearest():
+    folder, names = Path(cli.__file__).parents[1] / "docs", done("docs").split()
+    assert names[0] == "quickstart" and sorted(names) == sorted(page.stem for page in folder.glob("*.md"))
+    for name in names:
+        assert done("docs", name) == (folder / f"{name}.md").read_text(encoding="utf-8") + "\n"
+    assert "no page quikstart; did you mean quickstart?" in refused("docs", "quikstart")
 
 
 SMALL = "train.prompts=2 n=2 sampling.max_new_tokens=6 eval.problems=3 eval.k=2 logger=jsonl device=cpu".split()

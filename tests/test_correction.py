@@ -23,12 +23,13 @@ from grpo_cli.collect.collection import StepCollection
 from grpo_cli.config.choices import choices
 from grpo_cli.interfaces import Correction
 from grpo_cli.learner.batch import collate, corrected, rows_of, verdict_on
-from grpo_cli.learner.old_policy import AveragedPolicy, SamplerPolicy
+from grpo_cli.learner.old_policy import AveragedPolicy, SamplerPolicy, is_needed_first
 from grpo_cli.learner.sample_size import effective_share, rate_factor
 from grpo_cli.metrics import reuse_metrics
 from grpo_cli.runs.checkpoint import load_state
 from grpo_cli.runs.find import find_checkpoint
 from grpo_cli.settings import Sampling
+from grpo_cli.step import Step
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import GIVEN, Batch, Finish, Prompt, Request, Reward, Rollout, ScoredGroup, Span, Totals
 
@@ -75,6 +76,12 @@ def test_sequence_weights_are_the_product_of_the_ratios():
     masked = apply(replace(part, is_mode="mask"), [[0.5, 3.0], [2.0, 2.0]])
     assert masked[0][0] == near([1.5, 1.5]) and masked[0][1] == [0, 0]
     assert masked[2]["mismatch/rejected"] == 0.5
+
+
+def test_low_weights_are_raised_to_their_bound_and_the_ends_of_the_band_lie_in_it():
+    part = made.correction(importance="token", is_threshold=2.0, is_threshold_low=0.5)
+    assert apply(part, [[0.1, 1.0, 9.0]])[0] == [near([0.5, 1.0, 2.0])]
+    assert apply(made.correction(mask_low=1.0, mask_high=1.0), [[1.0, 2.0, 0.5]])[1] == [[1, 0, 0]]
 
 
 def test_one_impossible_token_vetoes_its_sequence_and_no_other():
@@ -301,6 +308,19 @@ def test_without_optim_ess_it_is_measured_where_anything_is_old_and_changes_noth
 
 MANY = {"steps": 2, "minibatches": 2}
 UNCLIPPED = made.loss(clip_low=1.0, clip_high=1e6)
+
+
+def test_each_update_after_the_first_of_a_step_needs_what_was_there_before_it():
+    for epochs, minibatches, needed in ((1, 1, False), (2, 1, True), (1, 2, True)):
+        train = made.train(epochs=epochs, minibatches=minibatches)
+        assert is_needed_first(made.correction(), train, has_dropout=False) == needed
+
+
+def test_half_masked_and_an_eighth_of_all_clipped_leave_three_eighths_active():
+    step = SimpleNamespace(old_policy=SimpleNamespace(end_step=lambda active: {"off/active": active}))
+    update = SimpleNamespace(stepped=True, metrics={"loss/clip_fraction": 0.125})
+    found = Step._end_old_policy(step, [update], {"mismatch/masked_tokens": 0.5}, 0.5)
+    assert found == {"off/active": 0.5 * (1 - 0.125 / 0.5)}, "of tokens in the loss, half of which have a weight"
 
 
 def test_drawn_measures_from_where_each_token_was_drawn_and_makes_no_pass(tmp_path, monkeypatch):

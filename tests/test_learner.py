@@ -40,9 +40,10 @@ def test_the_first_step_of_adamw_moves_a_weight_by_the_rate_of_its_step():
     """With averages of one gradient g the step is rate * g / |g|, whatever the size of g."""
     model = small_model()
     before = [weight.detach().clone() for weight in model.parameters()]
-    update = make_learner(model, warmup_steps=2).update(make_batch(), 0)
+    update = (learner := make_learner(model, warmup_steps=2)).update(make_batch(), 0)
     farthest = max(float((new.detach() - old).abs().max()) for old, new in zip(before, model.parameters(), strict=True))
     assert update.metrics["optim/lr"] == 0.125 and farthest == pytest.approx(0.125, rel=1e-3)
+    assert [learner.update(make_batch(), step).metrics["optim/lr"] for step in (0, 1)] == [0.125, 0.25]
 
 
 def test_the_gradient_that_the_optimizer_gets_is_bounded_and_the_metric_is_not():
@@ -53,6 +54,11 @@ def test_the_gradient_that_the_optimizer_gets_is_bounded_and_the_metric_is_not()
     first, second = (learner.update(make_batch(), 0).metrics["optim/grad_norm"] for _ in range(2))
     assert norms == pytest.approx([0.5, 0.5], rel=1e-3)
     assert first == second > 1.0, "none is left over from the update before"
+
+
+def test_a_group_whose_advantages_are_all_negative_has_a_gradient():
+    batch = replace(make_batch(), advantages=torch.full((3,), -1.0))
+    assert make_learner(small_model(), made.loss()).update(batch, 0).stepped
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])

@@ -114,6 +114,17 @@ def test_grpo_by_hand():
     assert token == pytest.approx((-1.7 + 1.6) / 3) and constant == pytest.approx((-1.7 + 1.6) / 8)
 
 
+def test_a_token_that_a_correction_took_away_is_in_no_mean_and_one_of_weight_0_is_not_clipped():
+    """Ratios 2 and 8, of which the first alone is in the loss; and twice 2, clipped at 1.28."""
+    old = torch.tensor([[-math.log(2.0), -math.log(8.0)]])
+    batch = plain_batch([[1, 1]], loss_mask=torch.tensor([[True, False]]), old_logprobs=old)
+    for name in ("grpo", "gspo"):
+        value, _, metrics = run(name, torch.zeros(2), batch, Totals(1, 1, 4), clip_high=9.0)
+        assert value == pytest.approx(-2.0) and metrics["loss/policy_ratio_mean"] == pytest.approx(2.0)
+    batch = plain_batch([[1, 1]], weights=torch.tensor([[0.0, 1.0]]), old_logprobs=old[:, :1].expand(1, 2))
+    assert run("grpo", torch.zeros(2), batch, Totals(1, 2, 4))[2]["loss/clip_fraction"] == 0.5
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_without_policy_logprobs_the_learner_is_the_old_policy(name):
     logprobs, batch, totals = random_batch(0)

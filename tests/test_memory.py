@@ -37,6 +37,7 @@ from grpo_cli.runs.files import read_object
 from grpo_cli.settings import GpuWord
 from grpo_cli.support import memory
 from grpo_cli.support.errors import UserError
+from grpo_cli.support.formatting import parse_bytes
 from grpo_cli.support.memory import is_out_of_memory
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -205,7 +206,11 @@ def test_room_on_a_gpu_is_for_slots_that_nobody_set_and_the_optimizers_state_lea
     for device, more, values in ((GPU, (), {fit.SLOTS: 32}), (GPU, ("sampler.slots=2",), {}), (CPU, (), {})):
         found = fit.cheapest_fit(planner(device, "sampler=infinite", *more), 2**40, set())
         assert found.values == values and ("32" in found.lines[-1]) == (device == GPU)
-    least = chosen(1, GPU).plan.peak
+    for device in (CPU, GPU):
+        least, line = chosen(1, device).plan.peak, chosen(1, device).lines[0]
+        named = parse_bytes(line.partition("give fit=")[2].partition(",")[0])
+        assert least <= fit.within(named, device) and named < 1.02 * max(least / 0.95, least + fit.CPU_RESERVE)
+    assert (fit.within(10**10, GPU), fit.within(10**8, CPU)) == (95 * 10**8, 10**8 - 32 * MIB)
     assert chosen(least, GPU).plan.peak <= least < chosen(least, GPU, frozenset({fit.STATE})).plan.peak
     advice, parked = ("".join(breakdown(planner(GPU), way, "optimizer")) for way in ({}, {fit.PARK: True}))
     assert fit.OFFLOAD in fit.cheapest_fit(planner(GPU, f"{fit.RECOMPUTE}=full"), 1, {fit.RECOMPUTE}).values

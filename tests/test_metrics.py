@@ -15,7 +15,7 @@ from grpo_cli.types import Finish, Reward, ScoredGroup
 def group(*rewards: float, lengths: tuple[int, ...] = (), cut: tuple[int, ...] = (), **parts: float) -> ScoredGroup:
     replies = [(5,) * length for length in lengths or (1,) * len(rewards)]
     whole = scored(*(Reward(total, parts) for total in rewards), replies=replies)
-    ends = (Finish.LENGTH if sample in cut else Finish.EOS for sample in range(len(rewards)))
+    ends = (Finish.LENGTH if sample in cut else (Finish.EOS, Finish.STOP)[sample % 2] for sample in range(len(rewards)))
     rollouts = tuple(replace(one, finish=end) for one, end in zip(whole.rollouts, ends, strict=True))
     return replace(whole, rollouts=rollouts)
 

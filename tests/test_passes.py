@@ -22,14 +22,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from grpo_cli.learner import forward
-from grpo_cli.learner.batch import collate, minibatches, rows_of, tokens_of
+from grpo_cli.learner.batch import collate, corrected, minibatches, rows_of, tokens_of, totals, with_rows_untrained
 from grpo_cli.learner.forward import PackedTrees, Padded, pack, padded, padded_parts
 from grpo_cli.learner.learner import Learner
 from grpo_cli.learner.logprobs import PLAIN, _Chosen
 from grpo_cli.model.load import load_model
 from grpo_cli.settings import Sampling
 from grpo_cli.support.meter import Meter
-from grpo_cli.types import ENVIRONMENT, GIVEN, Batch, Span
+from grpo_cli.types import ENVIRONMENT, GIVEN, Batch, Span, Totals, Verdict
 
 
 def make_batch(groups: list[tuple[int, list[int]]], seed: int = 0) -> Batch:
@@ -156,6 +156,14 @@ def test_each_prompt_is_there_once_and_each_number_stands_at_its_token():
     assert batch.positions.tolist() == [2, 3, 2, 3, 4, 1]
     assert padded(batch).tolist() == [[5, 6, 7, 1, 0], [5, 6, 8, 9, 1], [4, 1, 0, 0, 0]]
     assert batch.old_logprobs is None and batch.ref_logprobs is None
+
+
+def test_a_row_that_is_left_out_is_a_sequence_without_tokens_whatever_a_correction_says_of_it():
+    left = with_rows_untrained(two_groups(), [True, False, False])
+    verdict = Verdict(torch.ones(6), torch.ones(6, dtype=torch.bool), ("",) * 3, {})
+    for batch in (left, corrected(left, verdict)):
+        assert batch.loss_mask.tolist() == [False] * 2 + [True] * 4 and batch.weights.tolist() == [0] * 2 + [1] * 4
+        assert totals(batch, 9) == Totals(sequences=3, tokens=4, max_new_tokens=9)
 
 
 def test_each_token_is_as_old_as_the_weights_that_drew_it():

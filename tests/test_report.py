@@ -18,7 +18,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from typed import done
 
-from grpo_cli.report.compare import Comparison, compare
+from grpo_cli.report.compare import Comparison, compare, estimate
 from grpo_cli.report.curves import curve_of, interval, mean_curve
 from grpo_cli.report.make import make, training_runs
 from grpo_cli.report.overview import in_files, overview
@@ -292,6 +292,7 @@ def test_the_target_is_of_the_highest_accuracy(tmp_path):
     leave(tmp_path / "b", {5: math.nan})  # not evaluated
     comparison = compared(tmp_path / "b")
     assert (comparison.target, comparison.arms[0].final_accuracy) == (None, None)
+    assert math.isnan(estimate([1.0, math.nan]).mean), "what is no number does not go unseen"
 
 
 def test_the_accuracy_of_samples_can_be_compared_instead(tmp_path):

@@ -268,6 +268,12 @@ def test_a_vetoed_rollout_counts_nowhere(tmp_path, m):
     assert len(spy.batches[0]) == 3 * m and not any(row.sample == 1 for row in trained)
 
 
+def test_each_problem_s_rollouts_are_chosen_by_chances_of_its_own(tmp_path):
+    rows = ran(tmp_path, m=2, downsample=pods.random)[0].examples
+    kept = [[row.sample for row in rows[start : start + 4] if row.kept] for start in (0, 4, 8)]
+    assert [*map(len, kept)] == [2, 2, 2] and len({*map(tuple, kept)}) > 1
+
+
 @pytest.mark.parametrize("number", [0.0, 2.0])
 def test_a_rollout_whose_advantage_is_0_is_trained_on(tmp_path, number):
     """One per token, whose mean its record has."""

@@ -6,12 +6,13 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
+import pytest
 import torch
 from small import scored as group
 from test_train import CountTask
 
 from grpo_cli.methods import dr_grpo, pods
-from grpo_cli.select import NOT_CHOSEN, Selection, batch_advantages, select
+from grpo_cli.select import NOT_CHOSEN, Selection, batch_advantages, batch_rows, row_weights, select
 from grpo_cli.tracking.examples import examples
 
 GRPO = partial(dr_grpo.dr_grpo, stats_over="kept")
@@ -44,6 +45,13 @@ def test_without_down_sampling_the_rejected_count_or_not() -> None:
         why, rng = ["veto", "", "", ""], np.random.default_rng(0)
         found = select(group(9.0, 0.0, 1.0, 2.0), why, 2, pods.maxvar, whole, rng, count)
         assert found.indices == (1, 3) and found.advantages.tolist() == expected
+
+
+def test_rows_of_a_batch_are_counted_through_all_groups_and_a_prompt_without_any_is_in_no_mean() -> None:
+    """Of three prompts with 0, 2 and 1 rows two count, with 1.5 rows in the mean."""
+    some = [chosen((0.0,) * 4, tuple({*range(4)} - {*kept}), None, False) for kept in ((), (0, 3), (2,))]
+    assert batch_rows(some).tolist() == [4, 7, 10]
+    assert row_weights(some).tolist() == pytest.approx([1.5 / 2, 1.5 / 2, 1.5])
 
 
 def test_recorded_rollouts_are_whole_groups_as_far_as_they_go_and_have_their_own_advantage() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import made
@@ -26,6 +27,7 @@ from grpo_cli.interfaces import Loss, Parts, Runtime
 from grpo_cli.learner.schedule import learning_rate
 from grpo_cli.runs.checkpoint import load_state
 from grpo_cli.runs.find import find_checkpoint
+from grpo_cli.runs.stop import Stop
 from grpo_cli.settings import EvalSettings, RecordSettings, RunSettings, Sampling
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.meter import Meter
@@ -137,6 +139,20 @@ def test_a_run_is_a_function_of_its_seed(tmp_path):
     assert [step["mismatch/ratio_min"] for step in steps] == pytest.approx([1.0] * 4, abs=1e-3)
 
 
+def test_a_summary_has_the_first_and_the_last_accuracy_and_no_time_of_evaluations(tmp_path, monkeypatch):
+    found, clock = iter((0.25, 0.5, 0.75)), [0.0]
+
+    def evaluated(*given: Any, **words: Any) -> Any:
+        clock[0] += 1000.0
+        return SimpleNamespace(metrics={"eval/accuracy": next(found)})
+
+    monkeypatch.setattr("grpo_cli.train.evaluate_with", evaluated)
+    monkeypatch.setattr("grpo_cli.step.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    summary = make_trainer(settings_for(tmp_path)).fit()
+    names = ("first_accuracy", "final_accuracy", "final_accuracy_step", "train_seconds")
+    assert [summary[name] for name in names] == [0.25, 0.75, 4, 0.0]
+
+
 def test_a_fault_of_a_part_is_no_damage_of_the_checkpoint(tmp_path):
     make_trainer(settings_for(tmp_path, steps=2)).fit()
 
@@ -224,13 +240,20 @@ def pressing(step: int, *names: str) -> Recorder:
     return Recorder(lambda record: press(*names) if record.step == step else None)
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGHUP"])
 def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(tmp_path, name):
     handler = signal.getsignal(signal.Signals[name])
     summary = make_trainer(settings_for(tmp_path, steps=9), trackers=(pressing(1, name),)).fit()
     assert (summary["status"], summary["step"], summary["stopped_by"]) == ("interrupted", 1, name)
     assert newest(tmp_path).name == "step_000001" and signal.getsignal(signal.Signals[name]) is handler
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
+
+
+def test_a_hang_up_that_nohup_ignores_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with Stop(list().append) as stop:
+        press("SIGHUP")
+    assert (stop.stopped_by, signal.signal(signal.SIGHUP, before)) == (None, signal.SIG_IGN)
 
 
 def test_what_a_signal_cut_short_continues_as_if_there_had_been_none(tmp_path):

@@ -19,6 +19,7 @@ import pytest
 
 from grpo_cli.support.processor import set_variables
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 set_variables()  # before torch is loaded
 # A shell ignores ctrl-C for what it starts in the background, and nohup hang-ups; tests send both.
 signal.signal(signal.SIGINT, signal.default_int_handler)

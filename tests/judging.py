@@ -9,6 +9,14 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from grpo_cli.tasks.workers import Question, Reply, Worker
+
+
+def patient(hangs: Callable[[Question], bool]) -> Callable[[Worker, Question, float], Reply]:
+    """Return a `Worker.ask` with its limit for questions that hang, and one that no busy machine needs for others."""
+    ask = Worker.ask
+    return lambda worker, question, seconds: ask(worker, question, seconds if hangs(question) else 300.0)
+
 
 def said(content: Any, finish: str = "stop") -> str:
     return json.dumps({"choices": [{"message": {"role": "assistant", "content": content}, "finish_reason": finish}]})

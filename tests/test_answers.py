@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import made
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from judging import patient
 from made import rollout_of
 from tiny_hf import make_tokenizer
 
@@ -20,6 +22,7 @@ from grpo_cli.tasks.answers import MAX_ANSWER, MAX_DIGITS, final_answer, final_n
 from grpo_cli.tasks.judges import Completion
 from grpo_cli.tasks.math_judge import MathJudge, compare_written
 from grpo_cli.tasks.problems import Problem
+from grpo_cli.tasks.workers import Worker
 
 # The ways to write a number are in judge_pairs.txt; these are about where it is looked for.
 MARKED = [
@@ -149,6 +152,7 @@ def test_the_end_of_what_is_looked_at_cuts_no_number() -> None:
 
 
 PIECES = ["#### ", "\\boxed{", "<answer>", "}", "{", "\\frac", "sqrt", "answer is ", "\n", " "]
+HANGS = (r"5^{5^{5^{5^5}}}", r"(10^9)!")
 
 
 @settings(max_examples=300)
@@ -161,9 +165,11 @@ def test_any_text_is_judged_without_an_error(text: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def judge() -> MathJudge:
+def judge() -> Iterator[MathJudge]:
     pytest.importorskip("math_verify")
-    return MathJudge("correct", 4.0, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Worker, "ask", patient(lambda question: question["answer"] in HANGS))
+        yield MathJudge("correct", 4.0, 2)
 
 
 def judged(judge: MathJudge, *pairs: tuple[str, str]) -> list[dict[str, float]]:
@@ -181,7 +187,7 @@ def test_published_formats_of_answers_are_told_apart_and_recognised(judge: MathJ
 
 
 def test_who_hangs_is_a_counted_zero_within_the_limit_and_asked_once(judge: MathJudge) -> None:
-    pairs = [("2x", text) for text in (r"5^{5^{5^{5^5}}}", "x+x", r"(10^9)!", "3x")] * 3
+    pairs = [("2x", text) for text in (HANGS[0], "x+x", HANGS[1], "3x")] * 3
     parts = judged(judge, *pairs)
     assert [p["over_limit"] for p in parts] == [1.0, 0.0, 1.0, 0.0] * 3
     assert [p["correct"] for p in parts] == [0.0, 1.0, 0.0, 0.0] * 3

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import time
+from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import environments
@@ -51,10 +54,23 @@ def talking(rows: str, tokenizer: Any = PLAIN, **words: Any) -> Any:
 def heard(task: Any, *said: str, prompt: int = 0) -> Any:
     """What is answered to these turns."""
     turns = [task._prompting.tokenizer.encode(text, add_special_tokens=False) for text in said]
-    answer = task.respond(task.prompts("train")[prompt], turns)
-    while not answer.done():
-        time.sleep(0.001)
-    return answer.result()
+    return task.respond(task.prompts("train")[prompt], turns).result(timeout=300)
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time of a call runs from when it sleeps: one that does not may take what a busy machine needs."""
+    asleep = Event()
+
+    def wait_patiently(futures: Any, seconds: float) -> Any:
+        while not (futures[0].done() or asleep.is_set()):
+            time.sleep(0.0001)
+        asleep.clear()
+        return wait(futures, seconds)
+
+    monkeypatch.setattr(turns, "wait", wait_patiently)
+    sleeping = SimpleNamespace(sleep=lambda seconds: asleep.set() or time.sleep(seconds))
+    monkeypatch.setattr(environments, "time", sleeping)
 
 
 # What a user's code does, and what the model reads then: all but the last four with an error that is counted.
@@ -112,8 +128,8 @@ def test_a_late_answer_is_answered_and_code_that_hangs_or_exits_elsewhere_ends_t
 
 def test_an_environment_that_is_late_once_is_not_called_random_and_its_object_is_left(rows, monkeypatch):
     monkeypatch.setattr(environments, "_WAS_LATE", [])
-    task = talking(rows, warn=list().append, **RESPONDING | {"respond_seconds": 2.0})
-    assert heard(task, "a", "once") == ["error: no answer in 2 seconds"] and task._environment._waiting == {}
+    task = talking(rows, warn=list().append, **RESPONDING | {"respond_seconds": 0.1})
+    assert heard(task, "a", "once") == ["error: no answer in 0.1 seconds"] and task._environment._waiting == {}
     assert heard(task, "a", "once") == ["2: not once !"]
 
 

@@ -121,6 +121,7 @@ def test_jobs_that_share_a_gpu_leave_room_for_what_cuda_takes_of_each(monkeypatc
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(total_memory=24 * 2**30))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", shares.append)
+    monkeypatch.delenv("GRPO_GPU_SHARE", raising=False)
     pick_device("cuda")
     monkeypatch.setenv("GRPO_GPU_SHARE", "0.25")
     pick_device("cuda")

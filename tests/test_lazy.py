@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -98,9 +97,10 @@ def test_a_full_disk_is_named_by_the_next_save_or_the_end(tmp_path, monkeypatch,
 
 
 def test_a_step_that_fails_leaves_the_checkpoint_that_was_being_written(tmp_path, monkeypatch):
-    sleep = lambda *given, **words: (time.sleep(1), save_pretrained(*given, **words))  # noqa: E731
-    monkeypatch.setattr("grpo_cli.experiment.save_pretrained", sleep)
-    monkeypatch.setattr("grpo_cli.learner.learner.Learner.update", lambda *_: 1 / 0)
+    failed = threading.Event()
+    late = lambda *given, **words: (failed.wait(60), save_pretrained(*given, **words))  # noqa: E731
+    monkeypatch.setattr("grpo_cli.experiment.save_pretrained", late)
+    monkeypatch.setattr("grpo_cli.learner.learner.Learner.update", lambda *_: (failed.set(), 1 / 0))
     with pytest.raises(ZeroDivisionError):
         trained(tmp_path, *LAZY)
     assert find_checkpoint(tmp_path).path == tmp_path / "checkpoints" / "step_000000"

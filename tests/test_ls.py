@@ -28,12 +28,14 @@ def aged(folder: Path, hours: float) -> None:
 SETTINGS = {"n": 8, "m": "${n}", "train": {"steps": 20}, "model": {"path": "Qwen/Qwen3-0.6B"}}
 
 
-def test_runs_are_listed_with_their_settings_and_what_they_reached_the_newest_first(elsewhere):
+def test_runs_are_listed_with_their_settings_and_what_they_reached_the_newest_first(elsewhere, monkeypatch):
     asked = {"settings": SETTINGS, "choices": {"task": "gsm8k", "model": "tiny"}}
     aged(leave(elsewhere / "outputs/train/old", (0.5, 0.6, 0.7), **asked), hours=50)
     aged(leave(elsewhere / "outputs/train/broke", (0.5, 0.4), **asked, status="failed"), hours=3)
     hub = {"settings": {**SETTINGS, "m": 4}, "choices": {"task": "math", "model": "hf"}}
     leave(elsewhere / "outputs/train/going", (0.25,), **hub, status=None)
+    now = (elsewhere / "outputs/train/broke/summary.json").stat().st_mtime + 3 * 3600 + 1
+    monkeypatch.setattr(ls, "time", SimpleNamespace(time=lambda: now))
     head, *rows = listed()
     assert head == "command state task model n m steps accuracy age folder"
     assert rows[0].startswith("train unfinished math Qwen/Qwen3-0.6B 8 4 0/20 0.250 ")

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from judging import Server, said, serving
 from typed import json_lines
@@ -115,7 +116,10 @@ def test_a_server_that_fails_for_a_while_is_asked_again(server: Server) -> None:
     assert "status 500" in lines[0] and "\x1b" not in lines[0]
 
 
-def test_an_answer_that_does_not_come_is_not_waited_for(server: Server) -> None:
+def test_an_answer_that_does_not_come_is_not_waited_for(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    post = httpx.Client.post
+    limit = lambda json: {} if "<reply>\nbad" in json["messages"][0]["content"] else {"timeout": 300.0}  # noqa: E731
+    monkeypatch.setattr(httpx.Client, "post", lambda *given, json: post(*given, json=json, **limit(json)))
     server.answer = lambda question: None if "<reply>\nbad" in question else by_length(question)
     lines = list[str]()
     assert scores(judge_of(server, None, lines, timeout=0.3), "bad", "a") == [None, 0.1]

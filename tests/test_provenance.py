@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -17,7 +18,9 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkout of one commit, made with nobody's own settings."""
     if shutil.which("git") is None:
         pytest.skip("git is not installed")
-    monkeypatch.setenv("HOME", str(tmp_path))
+    for name, value in (("HOME", str(tmp_path)), ("GIT_CONFIG_GLOBAL", os.devnull), ("GIT_CONFIG_NOSYSTEM", "1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(record, "GIT_SECONDS", 300.0)
     folder = tmp_path / "checkout"
     folder.mkdir()
     (folder / "code.py").write_text("one")

@@ -1,4 +1,4 @@
-"""Advantages: worked numbers, what they sum to, what happens with nothing to compare with, and wrong answers."""
+"""Advantages: worked numbers, what happens with nothing to compare with, and wrong answers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from small import advantages_of, scored
 
 from grpo_cli.methods.dr_grpo import dr_grpo
@@ -17,7 +15,6 @@ from grpo_cli.support.errors import UserError
 
 GRPO = partial(grpo, eps=1e-4)
 FUNCTIONS = [GRPO, dr_grpo, rloo]
-BOTH = ["kept", "group"]
 
 
 def close(values: list[float]):
@@ -48,18 +45,8 @@ def test_advantages_by_hand(rule, rewards, kept, over, expected):
     assert advantages_of(rule, rewards, kept, stats_over=over) == close(expected)
 
 
-@settings(max_examples=50)
-@given(rewards=st.lists(st.integers(-20, 20), min_size=2, max_size=12))
-def test_advantages_over_the_kept_sum_to_zero_and_their_squares_to_one_less_than_their_number(rewards):
-    for rule in FUNCTIONS:
-        assert sum(advantages_of(rule, rewards, stats_over="kept")) == pytest.approx(0, abs=1e-6)
-    squares = sum(x * x for x in advantages_of(GRPO, rewards, stats_over="kept"))
-    # deviations of integers are at least about 0.3, so eps = 1e-4 changes little
-    assert squares == pytest.approx(0 if len(set(rewards)) == 1 else len(rewards) - 1, rel=2e-3)
-
-
 @pytest.mark.parametrize("rule", [*FUNCTIONS, partial(grpo, eps=0.0)])
-@pytest.mark.parametrize("over", BOTH)
+@pytest.mark.parametrize("over", ["kept", "group"])
 def test_nothing_to_compare_with_is_exactly_zero(rule, over):
     """0.1 is no binary fraction: the mean of seven of them need not equal it, and 1e-9 / (0 + eps) is no zero."""
     for reward in (0.1, 1e8 + 0.1):

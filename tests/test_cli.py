@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from typed import content, done, grpo, json_lines, refused
+from typed import done, grpo, json_lines, refused
 
 from grpo_cli import __version__, cli
 from grpo_cli.cli import jobs
@@ -207,13 +207,10 @@ SMALL = "train.prompts=2 n=2 sampling.max_new_tokens=6 eval.problems=3 eval.k=2 
 def test_a_run_is_trained_continued_and_evaluated_as_it_was_started(elsewhere):
     done("train", *SMALL, "train.steps=1", "seed=7")
     (run,) = (elsewhere / "outputs" / "train").iterdir()
-    before, short = content(run), run.relative_to(elsewhere)
-    assert f"{run} has done its 1 steps; train.steps=... asks for more\n" in done("train", "resume=auto")
-    assert before == content(run)
     resumed = grpo("train", "resume=auto", "train.steps=2")
     assert resumed.exit_code == 0 and "resumed at step 1" in resumed.stdout, resumed.output
     assert resumed.stderr.splitlines()[0] == f"resume=auto continues {run}"
-    assert f"grpo export {short} " in resumed.stdout.splitlines()[-1]
+    assert f"grpo export {run.relative_to(elsewhere)} " in resumed.stdout.splitlines()[-1]
     assert list((elsewhere / "outputs" / "train").iterdir()) == [run]
     metrics = json_lines(run / "metrics.jsonl")
     assert [row["step"] for row in metrics] == [0, 1, 2]

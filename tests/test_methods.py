@@ -6,30 +6,23 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
-import made
-import numpy as np
 import pytest
-import torch
 from bank import InOrder, Scripted, collection_of, problems
 from made import composed
-from small import VOCABULARY, scored, small_model
+from small import scored
 from test_resume import records, rows, trained
 from typed import done, json_lines, refused
 
 from grpo_cli.collect.equal import equal
 from grpo_cli.config.choices import choices
 from grpo_cli.config.prepare import build_and_check
-from grpo_cli.learner.batch import collate, rows_of, totals
-from grpo_cli.learner.forward import Padded
-from grpo_cli.methods import pods
 from grpo_cli.methods.dapo import Dynamic
-from grpo_cli.select import CUT_OFF, Selection, batch_advantages, select
+from grpo_cli.select import CUT_OFF
 from grpo_cli.settings import Sampling
 from grpo_cli.tasks.formats import overlong
 from grpo_cli.tracking.examples import NOT_TAKEN
-from grpo_cli.types import ENVIRONMENT, Finish, Prompt, Request, Reward, Rollout, ScoredGroup, Span
+from grpo_cli.types import ENVIRONMENT, Finish, Prompt, Request, Reward, Rollout, Span
 
 
 def dynamic(*, surplus: float = 0.0, most_rounds: int = 10) -> Dynamic:
@@ -167,58 +160,7 @@ def test_an_episode_that_a_limit_of_tokens_ends_is_cut_off(tmp_path):
     assert not any(row["kept"] for row in found if row["finish"] == "length")
 
 
-# PODS end to end: what choosing does to the loss, the named runs, and a user's own rule.
-
-
-def scored_groups() -> list[ScoredGroup]:
-    """Three groups of six rollouts of different lengths; every reward a different one but for two ties."""
-    rng, groups = np.random.default_rng(5), list[ScoredGroup]()
-    for rewards in ((0.0, 1.0, 1.0, 0.2, 0.9, 0.4), (1.0, 0.0, 0.0, 0.0, 0.0, 0.0), (3, 1, 4, 1, 5, 9)):
-        prompt, *replies = (
-            tuple(rng.integers(2, VOCABULARY, length).tolist())
-            for length in (3 + 4 * len(groups), *rng.permutation(np.arange(2, 14, 2)))
-        )
-        groups.append(scored(*rewards, name=f"q{len(groups)}", prompt=prompt, replies=replies))
-    return groups
-
-
-def ours(groups: list[ScoredGroup], keep: int, stats_over: str) -> tuple[list[Selection], torch.Tensor, Any]:
-    """What is selected, and loss and gradients as the learner makes them, in several micro-batches."""
-    rule, model, rng = made.advantage("grpo", stats_over=stats_over), small_model(), np.random.default_rng(1)
-    selected = [select(group, [""] * 6, keep, pods.maxvar, rule, rng, True) for group in groups]
-    batch = replace(collate([s.chosen for s in selected]), advantages=batch_advantages(selected))
-    way, total = Padded(40, 16, 1.0), torch.zeros(())
-    for places in map(torch.tensor, way.cut(batch)):
-        part = rows_of(batch, places)
-        total = total + made.loss()(way.logprobs(model, part), part, totals(batch, 16)).loss
-    return selected, total, torch.autograd.grad(total, list(model.parameters()))
-
-
-def by_hand(selected: list[Selection], stats_over: str) -> tuple[torch.Tensor, Any]:
-    """GRPO's loss of these rollouts alone, each by itself through `transformers`: no batch, no padding, no others."""
-    model, total, count = small_model(), torch.zeros(()), sum(len(s.indices) for s in selected)
-    for group, indices in ((s.group, s.indices) for s in selected):
-        rewards = group.totals
-        compared = rewards[[*indices]] if stats_over == "kept" else rewards
-        mean, deviation = np.mean(compared), np.std(compared, ddof=1)
-        for index in indices:
-            prompt, reply = group.prompt.token_ids, group.rollouts[index].token_ids
-            logits = model(torch.tensor([[*prompt, *reply]])).logits[0, len(prompt) - 1 : -1]
-            logprobs = logits.log_softmax(-1)[torch.arange(len(reply)), torch.tensor(reply)]
-            ratio = (logprobs - logprobs.detach()).exp()
-            total = total - float(rewards[index] - mean) / float(deviation + 1e-4) * ratio.mean() / count
-    return total, torch.autograd.grad(total, list(model.parameters()))
-
-
-@pytest.mark.parametrize(("keep", "stats_over"), [(3, "kept"), (3, "group"), (6, "kept")])
-def test_loss_and_gradient_are_those_of_the_kept_rollouts_alone(keep, stats_over):
-    """With m equal to n they are plain GRPO's."""
-    selected, loss, gradients = ours(scored_groups(), keep, stats_over)
-    assert [len(s.indices) for s in selected] == [keep] * 3
-    expected, theirs = by_hand(selected, stats_over)
-    torch.testing.assert_close(loss, expected, rtol=0, atol=1e-5)
-    for one, other in zip(gradients, theirs, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+# PODS end to end: the named runs, and a user's own rule.
 
 
 @pytest.mark.parametrize("name", [name for name in choices("experiment") if name != "none"])

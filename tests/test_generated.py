@@ -19,7 +19,6 @@ from grpo_cli.model.load import load_tokenizer
 from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.arithmetic import draw_sum, worked_solution
 from grpo_cli.tasks.generated import GeneratedTask, is_held_out
-from grpo_cli.tasks.word_problems import draw_story
 from grpo_cli.types import Finish, Reward
 
 TINY, WORDS = load_tokenizer(made.model()), make_tokenizer()
@@ -74,6 +73,9 @@ def test_what_cannot_be_is_refused_with_all_its_keys(name: str) -> None:
         task(name).prompts("test")
 
 
+STORIES = task("word_problems", eval_problems=1)
+
+
 def by_words(text: str) -> int:
     """The oracle: sentence by sentence, by what it says."""
     first, *others = re.findall(r"[^.?]*[0-9][^.?]*\.", text)
@@ -88,10 +90,10 @@ def by_words(text: str) -> int:
 @given(st.integers(0, 10**6), st.integers(1, 4))
 def test_a_story_says_its_sum(seed: int, steps: int) -> None:
     rng = Random(seed)
-    story = draw_story(rng, steps, 12, 9)
-    told = story.in_words(rng)
+    story = STORIES.draw(rng, steps)
+    told = STORIES.question(story, rng)
     assert by_words(told) == story.answer > 0 and eval(str(story)) == story.answer  # noqa: S307 (our own digits)
-    assert len(story.changes) == steps and str(story.answer) not in re.findall("[0-9]+", told)
+    assert len(story.terms) == 1 + steps and str(story.answer) not in re.findall("[0-9]+", told)
 
 
 def test_the_final_number_counts() -> None:

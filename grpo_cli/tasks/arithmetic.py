@@ -37,6 +37,10 @@ class Sum:
     def __str__(self) -> str:
         return str(self.terms[0]) + "".join(f"{term:+d}" for term in self.terms[1:])
 
+    @property
+    def answer(self) -> int:
+        return sum(self.terms)
+
     def after(self, operations: int) -> Sum:
         """Return what is left to do after that many operations: `12+7-5` after one is `19-5`."""
         return Sum((sum(self.terms[: operations + 1]), *self.terms[operations + 1 :]))
@@ -106,7 +110,7 @@ class Arithmetic(GeneratedTask[Sum]):
         return draw_sum(rng, size, *self._limits)
 
     def reference(self, problem: Sum) -> str:
-        return str(sum(problem.terms))
+        return str(problem.answer)
 
     def solution(self, prompt: Prompt) -> Sequence[int]:
         return encode_behind(self._prompting.tokenizer, worked_solution(self._problem(prompt)[0]), prompt.token_ids)

@@ -8,13 +8,13 @@ it is ever evaluated.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from random import Random
 from typing import Annotated, Any, Unpack
 
 from pydantic import Field
 
 from grpo_cli.tasks.answers import final_number
+from grpo_cli.tasks.arithmetic import Sum
 from grpo_cli.tasks.generated import EvalProblems, GeneratedTask, TrainProblems
 from grpo_cli.tasks.prompting import Tokenizer, Warn
 from grpo_cli.tasks.turns import DialogueTask, TurnSettings
@@ -57,51 +57,7 @@ SCENES = [(scene, things) for things in THINGS for scene in _OF_THINGS] + [(scen
 NAMES = ("Anna", "Ben", "Carla", "David", "Emma", "Felix", "Grace", "Henry", "Ines", "Jonas", "Lena", "Mia")
 
 
-@dataclass(frozen=True)
-class Story:
-    """The events of a story: `start` things, then changes, none of them 0."""
-
-    start: int
-    changes: tuple[int, ...]
-
-    @property
-    def answer(self) -> int:
-        return self.start + sum(self.changes)
-
-    def __str__(self) -> str:
-        """Return its sum, without words: what decides the split.
-
-        >>> str(Story(4, (5, -2)))
-        '4+5-2'
-        """
-        return str(self.start) + "".join(f"{change:+d}" for change in self.changes)
-
-    def in_words(self, rng: Random) -> str:
-        """Return it in the words of a random scene."""
-        ((begins, more, fewer, asks), things), who = rng.choice(SCENES), rng.choice(NAMES)
-        sentences = [begins, *(rng.choice(more if change > 0 else fewer) for change in self.changes), asks]
-        filled = zip(sentences, [self.start, *map(abs, self.changes), 0], strict=True)
-        return " ".join(text.format(who=who, n=n) for text, n in filled).replace("THINGS", things)
-
-
-def draw_story(rng: Random, steps: int, max_start: int, max_change: int) -> Story:
-    """Draw numbers from 2 on, so that every noun is a plural; something is left after every change, and the answer is
-    neither 1 nor one of the numbers in it.
-
-    >>> draw_story(Random(0), 2, 12, 9)
-    Story(start=8, changes=(8, -6))
-    """
-    while True:
-        story = Story(rng.randint(2, max_start), ())
-        for _ in range(steps):
-            change = rng.randint(2, max_change)
-            signs = (1, -1) if story.answer - change > 0 else (1,)
-            story = Story(story.start, (*story.changes, rng.choice(signs) * change))
-        if story.answer not in (1, story.start, *map(abs, story.changes)):
-            return story
-
-
-class WordProblems(DialogueTask, GeneratedTask[Story]):
+class WordProblems(DialogueTask, GeneratedTask[Sum]):
     """The task. The reward is 1 where the completion's final number is the answer, else 0."""
 
     name, sizes_are = "word_problems", "steps"
@@ -125,20 +81,34 @@ class WordProblems(DialogueTask, GeneratedTask[Story]):
         self._set_up(tokenizer, turns, chat_template_kwargs, warn)
         self._generate(seed, min_steps, max_steps, train_problems, eval_problems)
 
-    def draw(self, rng: Random, size: int) -> Story:
-        return draw_story(rng, size, *self._level)
+    def draw(self, rng: Random, size: int) -> Sum:
+        """Draw how many things there are at the start and then the changes, from 2 on, so that every noun is a plural;
+        something is left after every change, and the answer is neither 1 nor one of the numbers in the story."""
+        max_start, max_change = self._level
+        while True:
+            terms = [rng.randint(2, max_start)]
+            for _ in range(size):
+                change = rng.randint(2, max_change)
+                signs = (1, -1) if sum(terms) - change > 0 else (1,)
+                terms.append(rng.choice(signs) * change)
+            if sum(terms) not in (1, *map(abs, terms)):
+                return Sum(tuple(terms))
 
-    def reference(self, problem: Story) -> str:
+    def reference(self, problem: Sum) -> str:
         return str(problem.answer)
 
-    def question(self, problem: Story, rng: Random) -> str:
-        return problem.in_words(rng)
+    def question(self, problem: Sum, rng: Random) -> str:
+        """Return a story in the words of a random scene."""
+        ((begins, more, fewer, asks), things), who = rng.choice(SCENES), rng.choice(NAMES)
+        sentences = [begins, *(rng.choice(more if change > 0 else fewer) for change in problem.terms[1:]), asks]
+        filled = zip(sentences, [*map(abs, problem.terms), 0], strict=True)
+        return " ".join(text.format(who=who, n=n) for text, n in filled).replace("THINGS", things)
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
         correct = float(final_number(self.text(rollout.turns[-1]))[0] == int(prompt.answer))
         return Reward(correct, {"correct": correct, "ended": float(rollout.finish.complete)}, weights={"correct": 1.0})
 
-    def _prompt(self, prompt_id: str, problem: Story, question: str) -> Prompt:
+    def _prompt(self, prompt_id: str, problem: Sum, question: str) -> Prompt:
         row = {"question": question, "answer": self.reference(problem)}
         return super()._prompt(prompt_id, problem, question + self._opening(row, f"prompt {prompt_id}"))
 

@@ -17,7 +17,7 @@ from typing import Annotated, TypedDict, Unpack
 from pydantic import Field
 
 from grpo_cli.support.errors import UserError
-from grpo_cli.tasks.formats import OverlongTokens, overlong
+from grpo_cli.tasks.formats import OverlongTokens
 from grpo_cli.tasks.generated import EvalProblems, GeneratedTask, TrainProblems
 from grpo_cli.tasks.judges import Weighing, Weights
 from grpo_cli.tasks.prompting import Prompting, Tokenizer, encode_behind
@@ -95,14 +95,14 @@ class Arithmetic(GeneratedTask[Sum]):
         tokenizer: Tokenizer,
         seed: int,
         *,
-        weights: Weights | None,
+        weights: Weights,
         overlong_tokens: OverlongTokens,
         **sums: Unpack[SumSettings],
     ) -> None:
         operand, value = self._limits = sums["max_operand"], sums["max_value"]
         if value < 2 * operand:
             raise UserError(f"task.max_value={value} must be at least 2 * task.max_operand={2 * operand}")
-        self._weighing, self._overlong_tokens = Weighing(weights or {}, "all", "correct"), overlong_tokens
+        self._weighing = Weighing(weights, "all", "correct", overlong_tokens)
         self._prompting = Prompting(tokenizer)  # no template: the model was trained on bare text
         self._generate(seed, sums["min_terms"], sums["max_terms"], sums["train_problems"], sums["eval_problems"])
 
@@ -119,7 +119,7 @@ class Arithmetic(GeneratedTask[Sum]):
         # the last token alone is dropped: another special token inside an answer must spoil it
         completion = self.raw_text(rollout.token_ids[:-1]) if rollout.finish is Finish.EOS else None
         correct = float(completion is not None and last_number(completion) == prompt.answer)
-        return self._weighing.reward({"correct": correct}, completion or "", overlong(rollout, self._overlong_tokens))
+        return self._weighing.reward({"correct": correct}, completion or "", rollout)
 
 
 class Calculator(Arithmetic):

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.ranges import OneOf
-from grpo_cli.tasks.formats import OverlongTokens, overlong
+from grpo_cli.tasks.formats import OverlongTokens
 from grpo_cli.tasks.judges import FORMATS_ON, GRADINGS, Completion, Judge, Numbers, Weighing, Weights
 from grpo_cli.tasks.math_judge import MathJudge
 from grpo_cli.tasks.model_judge import JudgeSettings, ModelJudge
@@ -48,7 +48,7 @@ class Jsonl(DialogueTask):
         eval_fraction: Annotated[float, Field(gt=0, le=1)],
         reward: str,
         grading: Annotated[str, OneOf(tuple(GRADINGS))],
-        weights: Weights | None,
+        weights: Weights,
         formats_on: Annotated[str, OneOf(FORMATS_ON)],
         overlong_tokens: OverlongTokens,
         judge_seconds: Annotated[float, Field(gt=0)],
@@ -76,9 +76,8 @@ class Jsonl(DialogueTask):
             "environment": lambda: OwnReward(reward, score),
         }
         self._judge = judges.get(reward, lambda: OwnReward(reward))()
-        self._weighing = Weighing(weights or {}, formats_on, self._judge.main)
-        self._overlong_tokens, self._fields = overlong_tokens, (question_field, answer_field)
-        self._source, self._eval_fraction = source, eval_fraction
+        self._weighing = Weighing(weights, formats_on, self._judge.main, overlong_tokens)
+        self._fields, self._source, self._eval_fraction = (question_field, answer_field), source, eval_fraction
         self._eval_source = eval_path or (default_eval_path if path is None else None)
         self._eval_key = "task.eval_path" if eval_path else "task.path"  # what helps where the hub does not
         if few_shot:
@@ -93,13 +92,21 @@ class Jsonl(DialogueTask):
 
     def rewards(self, pairs: Sequence[tuple[Prompt, Rollout]]) -> list[Reward]:
         """Judge many rollouts at once, each with its prompt."""
-        completions = [self._completion(prompt, rollout) for prompt, rollout in pairs]
+        completions = [
+            Completion(
+                place=f"sample {rollout.request.sample} of prompt {prompt.id}",
+                turns=[self.text(turn) for turn in rollout.turns],
+                reference=prompt.answer,
+                finished=rollout.finish.complete,
+                length=rollout.num_sampled,
+                problem=self._problem(prompt),
+            )
+            for prompt, rollout in pairs
+        ]
         # replies first: a function of your own may change its turns
         judged = zip([it.reply for it in completions], self._judge(completions), pairs, strict=True)
         return [
-            self._weighing.reward(parts, reply, overlong(rollout, self._overlong_tokens))
-            if parts
-            else Reward(0.0, judged=False)
+            self._weighing.reward(parts, reply, rollout) if parts else Reward(0.0, judged=False)
             for reply, parts, (_, rollout) in judged
         ]
 
@@ -111,16 +118,6 @@ class Jsonl(DialogueTask):
 
     def _problem(self, prompt: Prompt) -> Problem:
         return (self._train if prompt.id.startswith("train-") else self._eval).of(prompt.id)
-
-    def _completion(self, prompt: Prompt, rollout: Rollout) -> Completion:
-        return Completion(
-            place=f"sample {rollout.request.sample} of prompt {prompt.id}",
-            turns=[self.text(turn) for turn in rollout.turns],
-            reference=prompt.answer,
-            finished=rollout.finish.complete,
-            length=rollout.num_sampled,
-            problem=self._problem(prompt),
-        )
 
     @cached_property
     def _train(self) -> LazyPrompts:

@@ -14,14 +14,14 @@ from pydantic import Field
 from grpo_cli.metric_names import METRICS
 from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.answers import final_number, reference_number
-from grpo_cli.tasks.formats import FORMATS, OVERLONG
+from grpo_cli.tasks.formats import FORMATS, OVERLONG, OverlongTokens, overlong
 from grpo_cli.tasks.problems import Problem, of_json
-from grpo_cli.types import LARGEST_REWARD, Reward
+from grpo_cli.types import LARGEST_REWARD, Reward, Rollout
 
 GRADINGS = {"lenient": "correct", "strict": "correct_strict"}
 FORMATS_ON = ("all", "wrong")
 Weight = Annotated[float, Field(ge=-LARGEST_REWARD, le=LARGEST_REWARD)]
-Weights = Mapping[str, Weight | None]
+Weights = Mapping[str, Weight | None] | None
 
 
 @dataclass(frozen=True)
@@ -100,18 +100,20 @@ class Weighing:
     `weights` names the format parts that are computed (0: only logged; null: not at all) and may give the judge's own
     parts other weights. With `formats_on=wrong` the format counts in completions without the right answer only. `main`
     is the judge's; where it is given, the judge's parts are known, and a weight for any other is a UserError.
+    `overlong_tokens` are those of the part `overlong`.
     """
 
-    def __init__(self, weights: Weights, formats_on: str, main: str | None) -> None:
-        self._weights = {name: float(one or 0) for name, one in weights.items() if one is not None or name == "correct"}
-        self._formats_on, self._main = formats_on, main
+    def __init__(self, weights: Weights, formats_on: str, main: str | None, overlong_tokens: OverlongTokens) -> None:
+        given = (weights or {}).items()
+        self._weights = {name: float(one or 0) for name, one in given if one is not None or name == "correct"}
+        self._formats_on, self._main, self._overlong_tokens = formats_on, main, overlong_tokens
         known = ("correct", *FORMATS, OVERLONG)
         if main is not None and (unknown := self._weights.keys() - set(known)):
             raise UserError(f"task.weights.{min(unknown)} must be one of {', '.join(known)}")
 
-    def reward(self, parts: Mapping[str, float], text: str, overlong: float) -> Reward:
+    def reward(self, parts: Mapping[str, float], text: str, rollout: Rollout) -> Reward:
         form = {name: measure(text) for name, measure in FORMATS.items() if name in self._weights}
-        length = {OVERLONG: overlong} if OVERLONG in self._weights else {}
+        length = {OVERLONG: overlong(rollout, self._overlong_tokens)} if OVERLONG in self._weights else {}
         if self._main is None:
             self._check(parts, form | length)
         answer_part = self._main or (next(iter(parts)) if len(parts) == 1 else "correct")

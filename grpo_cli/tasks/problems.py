@@ -244,17 +244,15 @@ class LazyPrompts(MadePrompts):
         super().__init__(lambda place: self._prompt(self.problems[place]), len(self.problems))
 
     @cached_property
-    def places(self) -> Mapping[str, int]:
-        """The index of each prompt by its id; no prompt is made for it."""
-        return {self._id(problem): place for place, problem in enumerate(self.problems)}
+    def _by_id(self) -> Mapping[str, Problem]:
+        return {self._id(problem): problem for problem in self.problems}
 
     def by_id(self, prompt_id: str) -> Prompt | None:
-        place = self.places.get(prompt_id)
-        return None if place is None else self[place]
+        return self._prompt(self._by_id[prompt_id]) if prompt_id in self._by_id else None
 
     def of(self, prompt_id: str) -> Problem:
         """Return the problem that a prompt was made of."""
-        return self.problems[self.places[prompt_id]]
+        return self._by_id[prompt_id]
 
     def _id(self, problem: Problem) -> str:
         return f"{self._split}-{problem.line:06d}"

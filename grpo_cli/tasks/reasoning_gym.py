@@ -93,7 +93,7 @@ class ReasoningGym(DialogueTask):
         texts = [self.text(rollout.turns[-1]) for _, rollout in pairs]
         asked = [(prompt.id, self._answer(text)) for (prompt, _), text in zip(pairs, texts, strict=True)]
         different = dict.fromkeys(asked)
-        replies = self._workers.ask([{**self._named(name), "reply": answer} for name, answer in different])
+        replies = self._workers.ask([{**self._where(name), "reply": answer} for name, answer in different])
         found, rewards = dict(zip(different, replies, strict=True)), []
         for text, key in zip(texts, asked, strict=True):
             score = found[key].get("score", 0.0)
@@ -106,7 +106,7 @@ class ReasoningGym(DialogueTask):
         return rewards
 
     def row_of(self, prompt: Prompt) -> Mapping[str, Any]:
-        return {"task": self._name, **self._made([self._named(prompt.id)])[0]}
+        return {"task": self._name, **self._made([prompt.id])[0]}
 
     def _answer(self, text: str) -> str | None:
         """Return the text between the last tags; without tags all of it, or nothing under strict grading."""
@@ -115,7 +115,8 @@ class ReasoningGym(DialogueTask):
 
     def _train_prompt(self, index: int) -> Prompt:
         for number in range(index, index + _IN_VAIN * len(self._train), len(self._train)):
-            if prompt := self._prompt("train", number, self._made([self._where("train", number)])[0]):
+            name = f"train-{number:06d}"
+            if prompt := self._prompt(name, self._made([name])[0]):
                 return prompt
         raise UserError(
             f"task=reasoning_gym found no problem of {self._name} to train on: all are held out, or have more than "
@@ -126,10 +127,9 @@ class ReasoningGym(DialogueTask):
         """Return the eval split: the first different prompts, until no new one has come for long."""
         found, in_vain, start = dict[tuple[int, ...], Prompt](), 0, 0
         while len(found) < wanted and in_vain < _IN_VAIN:
-            numbers, start = range(start, start + 8), start + 8
-            made = self._made([self._where("eval", number) for number in numbers])
-            for number, entry in zip(numbers, made, strict=True):
-                prompt = self._prompt("eval", number, entry)
+            names, start = [f"eval-{number:06d}" for number in range(start, start + 8)], start + 8
+            for name, made in zip(names, self._made(names), strict=True):
+                prompt = self._prompt(name, made)
                 in_vain = 0 if prompt and prompt.token_ids not in found else in_vain + 1
                 if prompt:
                     found.setdefault(prompt.token_ids, prompt)
@@ -140,10 +140,10 @@ class ReasoningGym(DialogueTask):
             self._warn(f"task.eval_problems={wanted}, but only {len(found)} different held-out problems were found")
         return [*found.values()][:wanted]
 
-    def _prompt(self, split: str, number: int, made: Reply) -> Prompt | None:
+    def _prompt(self, name: str, made: Reply) -> Prompt | None:
         """Build a prompt; None if the problem belongs to the other split or is too long."""
-        question, name = made["question"], f"{split}-{number:06d}"
-        if is_held_out(question, one_in=4) != (split == "eval"):
+        question = made["question"]
+        if is_held_out(question, one_in=4) != name.startswith("eval-"):
             return None
         opening = self._opening({"task": self._name, **made}, f"prompt {name}")
         token_ids = self._prompting.encode(question + opening)
@@ -154,16 +154,14 @@ class ReasoningGym(DialogueTask):
             return None
         return Prompt(name, token_ids, made["answer"])
 
-    def _where(self, split: str, number: int) -> Question:
-        """Return what identifies a problem for the worker process."""
+    def _where(self, name: str) -> Question:
+        """Return what identifies a problem, by its prompt's id, for the worker process."""
+        split, _, number = name.partition("-")
         stream = f"train/{self._seed}" if split == "train" else split
-        return {"task": self._name, "config": self._config, "seed": stream, "index": number}
+        return {"task": self._name, "config": self._config, "seed": stream, "index": int(number)}
 
-    def _named(self, prompt_id: str) -> Question:
-        split, _, number = prompt_id.partition("-")
-        return self._where(split, int(number))
-
-    def _made(self, wanted: Sequence[Question]) -> list[Reply]:
+    def _made(self, names: Sequence[str]) -> list[Reply]:
+        wanted = [self._where(name) for name in names]
         replies = self._workers.ask(wanted)
         for where, reply in zip(wanted, replies, strict=True):
             if "question" not in reply:

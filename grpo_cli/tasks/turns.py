@@ -212,7 +212,7 @@ def _call(functions: Functions, turn: str, start: int) -> tuple[Call | str, int]
 class Environment:
     """Functions that the model may call: a source of observations, from a turn's text, the prompt and its row."""
 
-    role, scores = "tool", False
+    role = "tool"
 
     def __init__(self, functions: Functions, name: str, seconds: float, thinks: bool) -> None:
         from transformers.utils import get_json_schema

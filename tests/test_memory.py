@@ -32,7 +32,7 @@ from grpo_cli.memory.shapes import ACTIVATIONS, LOGITS, Allocations, ShapeModel
 from grpo_cli.model.anatomy import backbone
 from grpo_cli.model.checkpointing import keep_little, last_states
 from grpo_cli.model.load import load_model
-from grpo_cli.report.side_by_side import show_profiles
+from grpo_cli.report.tables import show_profiles
 from grpo_cli.runs.files import read_object
 from grpo_cli.settings import GpuWord
 from grpo_cli.support import memory

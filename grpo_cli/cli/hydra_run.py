@@ -143,7 +143,7 @@ def _sweep(command: str, words: Sequence[str], own: Path | None) -> None:
 
 def _show(sweep: Sweep) -> None:
     """Print the evaluations or profiles of a sweep side by side, and its summary. UserError if no job can be run."""
-    from grpo_cli.report.side_by_side import show_evaluations, show_profiles
+    from grpo_cli.report.tables import show_evaluations, show_profiles
 
     done = [(job.label, job.folder) for job, status in sweep.states.items() if status.state == "done"]
     if done and sweep.command != "train":

@@ -14,8 +14,7 @@ from grpo_cli.report.overview import in_files, overview
 from grpo_cli.report.read import Run, State, read_all
 from grpo_cli.report.recorded_settings import words
 from grpo_cli.report.rollouts import before_and_after
-from grpo_cli.report.side_by_side import show_evaluations
-from grpo_cli.report.tables import as_json, show
+from grpo_cli.report.tables import as_json, show, show_evaluations
 from grpo_cli.runs import layout
 from grpo_cli.runs.files import json_line, write_atomically
 from grpo_cli.support import terminal

@@ -47,14 +47,14 @@ def pictures(comparison: Comparison) -> dict[str, bytes]:
     measured = [name for name in SERIES if any(run.series[name].steps for arm in comparison.arms for run in arm.runs)]
     figures = {"accuracy": [(axis, comparison.metric, f"held-out {label}") for axis in axes]}
     figures |= {"training": [("step", name, SERIES[name]) for name in measured]}
-    buffers, undated = dict[str, io.BytesIO](), {"png": {"Software": None}, "pdf": {"CreationDate": None}}
+    files, undated = dict[str, bytes](), {"png": {"Software": None}, "pdf": {"CreationDate": None}}
     with matplotlib.rc_context(STYLE):
         for name, panels in figures.items():
             figure = _figure(comparison, panels)
             for kind, metadata in undated.items() if panels else ():
-                buffer = buffers.setdefault(f"{name}.{kind}", io.BytesIO())
-                figure.savefig(buffer, format=kind, dpi=DPI, metadata=metadata)
-    return {name: buffer.getvalue() for name, buffer in buffers.items()}
+                figure.savefig(buffer := io.BytesIO(), format=kind, dpi=DPI, metadata=metadata)
+                files[f"{name}.{kind}"] = buffer.getvalue()
+    return files
 
 
 def _figure(comparison: Comparison, panels: Sequence[tuple[str, str, str]]) -> Figure:

@@ -141,7 +141,6 @@ def read_run(folder: Path, name: str, job: Sequence[str] = (), metric: str = GRE
         rows = [{"step": 0.0} | {key: float(value) for key, value in summary.items() if is_a(float, value)}]
     steps = [row for row in rows if row["step"] > 0]
     last = (steps or [{}])[-1]
-    peaks = [row["memory/peak_bytes"] for row in steps if math.isfinite(row.get("memory/peak_bytes", math.nan))]
     code = summary.get("code")
     state, reason = _state_of(folder, status, summary)
     return Run(
@@ -156,7 +155,7 @@ def read_run(folder: Path, name: str, job: Sequence[str] = (), metric: str = GRE
         seconds=last.get("clock/train_seconds"),
         generated_tokens=last.get("tokens/generated"),
         trained_tokens=last.get("tokens/trained"),
-        peak_bytes=max(peaks, default=None),
+        peak_bytes=max(curve_of(steps, "memory/peak_bytes").values, default=None),
         code={plain(name): plain(value) for name, value in code.items() if value} if isinstance(code, dict) else {},
         notes=(*notes, *of_rows),
         series={name: curve_of(steps, name) for name in SERIES},

@@ -165,11 +165,11 @@ def calls_of(functions: Functions, turn: str, in_thought: bool) -> list[Call | s
     """Return the calls of a turn outside thoughts, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, or what
     is wrong with each. JSON is read whole, whatever tags are in it. `in_thought`: the template has opened a thought."""
     found: list[Call | str] = []
-    place = _behind(turn, "</think>", 0) if in_thought else 0
+    place = _behind_thought(turn, 0) if in_thought else 0
     while tag := _TAG.search(turn, place):
         place = tag.end()
         if tag[1] == "<think>":
-            place = _behind(turn, "</think>", place)
+            place = _behind_thought(turn, place)
         elif tag[1] == "</think>":  # all before it was a thought
             found.clear()
         elif tag[1] == "</tool_call>":
@@ -180,9 +180,9 @@ def calls_of(functions: Functions, turn: str, in_thought: bool) -> list[Call | s
     return found
 
 
-def _behind(text: str, mark: str, start: int) -> int:
-    place = text.find(mark, start)
-    return len(text) if place < 0 else place + len(mark)
+def _behind_thought(text: str, start: int) -> int:
+    end = text.find("</think>", start)
+    return len(text) if end < 0 else end + len("</think>")
 
 
 def _call(functions: Functions, turn: str, start: int) -> tuple[Call | str, int]:

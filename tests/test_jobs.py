@@ -14,8 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from grpo_cli.sweep.pool import Pool
-from grpo_cli.sweep.status import Job, JobState, read_status
+from grpo_cli.sweep.pool import Job, JobState, Pool, read_status
 
 WAIT = "n=0; while [ $((n+=1)) -lt 2400 ]; do sleep 0.05; done"  # for two minutes at most, and a trap can interrupt it
 COMPLETED = """echo '{"status": "completed"}' > summary.json"""

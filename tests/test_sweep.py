@@ -19,7 +19,7 @@ from grpo_cli.runs.lock import sole_use
 from grpo_cli.support.errors import UserError
 from grpo_cli.sweep import resume
 from grpo_cli.sweep.gpus import chosen_gpus, places, visible_gpus
-from grpo_cli.sweep.status import failure
+from grpo_cli.sweep.pool import failure
 
 SMALL = (
     "train.prompts=1 n=2 m=2,4 sampling.max_new_tokens=4 eval.every=0 train.steps=6 train.checkpoint_every=1".split()

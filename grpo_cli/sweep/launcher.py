@@ -25,12 +25,13 @@ from grpo_cli.runs.lock import holder, is_held, sole_use
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import is_a, shown
 from grpo_cli.sweep.gpus import chosen_gpus, places, visible_gpus
-from grpo_cli.sweep.pool import Pool
+from grpo_cli.sweep.pool import Job, JobState, Pool, read_status
 from grpo_cli.sweep.resume import Sweep, is_of
-from grpo_cli.sweep.status import Job, JobState, read_status
 
 # Of Hydra's own settings, those that concern the sweep and not its jobs.
 _OF_THE_SWEEP = ("launcher", "sweeper", "sweep", "run", "mode")
+# The value in a job's `summary.json` that a sweeper optimises.
+_OBJECTIVES = {"train": "final_accuracy", "eval": "eval/accuracy", "profile": "peak_bytes"}
 say = partial(print, flush=True)  # a line at once, also into a pipe
 
 
@@ -140,7 +141,7 @@ class ProcessLauncher:
     def _returned(self, job: Job) -> JobReturn:
         """Return the result for the sweeper; a BasicSweeper, which would stop at a failed job, gets every job as
         completed."""
-        status, objective = self._sweep.states[job], self._sweep.objective
+        status, objective = self._sweep.states[job], _OBJECTIVES[self._sweep.command]
         value = read_object(job.folder / SUMMARY).get(objective)
         is_basic, done = self._config.hydra.sweeper._target_.endswith(".BasicSweeper"), status.state == "done"
         if done and value is None and not is_basic:

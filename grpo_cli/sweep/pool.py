@@ -11,14 +11,50 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
-from grpo_cli.runs.files import write_object
-from grpo_cli.runs.layout import LOG, STATUS
+from grpo_cli.runs.files import read_object, write_object
+from grpo_cli.runs.layout import LOG, STATUS, SUMMARY
 from grpo_cli.runs.stop import Stop
-from grpo_cli.sweep.status import Job, JobState, failure, status_line
+from grpo_cli.support.errors import UserError
+from grpo_cli.support.formatting import duration, plain
 
 POLL_SECONDS = 0.05
+TAIL_BYTES = 65536  # of log.txt: the last lines are in them
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a sweep. `label` is how it differs from the others, `refusal` why it cannot run."""
+
+    number: int
+    folder: Path
+    overrides: tuple[str, ...]
+    label: str
+    refusal: str | None = None
+
+
+@dataclass(frozen=True)
+class JobState:
+    """`status.json`. `seconds` are the total of all its processes: a resumed job has had several."""
+
+    state: str  # waiting | running | done | failed | skipped
+    reason: str | None
+    overrides: tuple[str, ...]
+    exit_code: int | None = None
+    seconds: float | None = None
+    command: str = "train"
+
+
+def read_status(folder: Path) -> JobState | None:
+    """Return a job's status; None if it was never listed. UserError if the file is damaged."""
+    kept = read_object(folder / STATUS)
+    try:
+        return JobState(**kept | {"overrides": tuple(kept["overrides"])}) if kept else None
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{folder / STATUS} is not a job's status ({error}); remove it to run the job") from error
 
 
 @dataclass(eq=False)
@@ -111,4 +147,27 @@ class Pool:
         self.states[job] = status
         write_object(job.folder / STATUS, asdict(status))
         if status.state != "waiting" or status.reason:
-            self._say(status_line(job, status))
+            seconds = [] if status.seconds is None else [duration(status.seconds)]
+            reason = [plain(status.reason)] if status.reason else []
+            # `grpo ls` shows steps and accuracies
+            self._say(f"job {job.number}  {job.label}: {'  '.join([status.state, *seconds, *reason])}")
+
+
+def failure(code: int, folder: Path, logged: int = 0) -> str | None:
+    """Return why a process that ended with this code did not complete its run: from its summary, a signal, or the last
+    lines of its log, which had `logged` bytes before. None if it did."""
+    if code == 0:
+        try:
+            ended = read_object(folder / SUMMARY).get("status", "completed")
+        except UserError as error:
+            return str(error)
+        return None if ended == "completed" else f"it ended {ended}"
+    if code < 0:
+        hint = ": often because the machine ran out of memory" if -code == signal.SIGKILL else ""
+        return f"killed by signal {-code} ({signal.strsignal(-code)}){hint}"
+    text = ""
+    with suppress(OSError):  # somebody may have removed the folder
+        text = (folder / LOG).read_bytes()[logged:][-TAIL_BYTES:].decode("utf-8", "replace")
+    lines = [line.strip() for line in text.split("\n") if line.strip()]
+    start = next((i for i in reversed(range(len(lines))) if lines[i].startswith("error: ")), len(lines) - 1)
+    return " ".join(lines[start:]).removeprefix("error: ") or f"exit code {code}, and nothing in the log"

@@ -16,7 +16,7 @@ from grpo_cli.config.trust import taken
 from grpo_cli.runs.files import read_object
 from grpo_cli.runs.layout import CHECKPOINTS, MULTIRUN, RUN, SWEEP
 from grpo_cli.support.errors import UserError
-from grpo_cli.sweep.status import Job, JobState
+from grpo_cli.sweep.pool import Job, JobState
 
 RESUME = "resume=sweep"
 # By default Optuna's sweeper minimises, stops at the first failure and draws two jobs at a time.
@@ -37,11 +37,6 @@ class Sweep:
     of_hydra: Sequence[str] = ()
     folder: Path | None = None
     states: dict[Job, JobState] = field(default_factory=dict)
-
-    @property
-    def objective(self) -> str:
-        """Return the value in a job's `summary.json` that a sweeper optimises."""
-        return {"train": "final_accuracy", "eval": "eval/accuracy", "profile": "peak_bytes"}[self.command]
 
     def command_of(self, job: Job) -> list[str]:
         """Return the command that runs the job, or continues it."""

@@ -11,7 +11,7 @@ from small import contents, make_engine, small_model, some_requests
 
 from grpo_cli.collect.resuming import remaining_request
 from grpo_cli.engine.torch_engine import TorchEngine
-from grpo_cli.experimental.given import begun_with
+from grpo_cli.experimental.adhint import begun_with
 from grpo_cli.types import Finish, Rollout
 
 LETTERS = "_.abcdefghijklmnopqrstuvw"

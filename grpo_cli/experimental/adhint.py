@@ -14,9 +14,10 @@ Measured: docs/studies.md (no difference from equal groups seen; worse than imit
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from dataclasses import dataclass, replace
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -24,14 +25,15 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
+from grpo_cli.collect.requests import seed_of
 from grpo_cli.experimental.fresh import weighed
-from grpo_cli.experimental.given import begun_with, num_given
-from grpo_cli.interfaces import KnowsSolutions, Runtime, StepRollouts
+from grpo_cli.interfaces import KnowsSolutions, Runtime, StepRollouts, facts
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.ranges import Count, Share
-from grpo_cli.types import Group, ScoredGroup
+from grpo_cli.types import GIVEN, Finish, Group, Request, Rollout, ScoredGroup, Span
 
 
+@facts(resumes=True)
 @dataclass
 class Hint:
     """`plain` rollouts of each prompt (None: half of n), then the others with a hint at the beginning of the
@@ -42,8 +44,6 @@ class Hint:
     most: Annotated[float, Field(gt=0, le=1)]
     noise: Annotated[float, Field(ge=0, le=1)]
     only_unsolved: bool
-
-    resumes: ClassVar[bool] = True
 
     def setup(self, runtime: Runtime) -> None:
         if not isinstance(runtime.task, KnowsSolutions) or getattr(runtime.task, "turns", 1) > 1:
@@ -67,6 +67,18 @@ class Hint:
             requests.append(Group(group.prompt, hinted) if hint else (group.prompt, step.n - first))
         step.note("hint_share", float(np.mean(shares)))
         return step.score(step.generate(requests))
+
+
+def begun_with(request: Request, tokens: Sequence[int], sample: int, *names: object) -> Rollout:
+    """Return a partial rollout of a prompt's request that begins with the tokens, with a random stream of its own. They
+    are copied, not sampled, so that corrections leave them out."""
+    own = replace(request, sample=sample, seed=seed_of(request.seed, *names, sample))
+    return Rollout(own, tuple(tokens), (math.nan,) * len(tokens), Finish.PARTIAL, (Span(GIVEN, len(tokens)),))
+
+
+def num_given(rollout: Rollout) -> int:
+    """Return how many of its first tokens were given."""
+    return rollout.spans[0].count if rollout.spans and rollout.spans[0].version == GIVEN else 0
 
 
 def share(difficulty: float, least: float, most: float, noise: float = 0.0) -> float:

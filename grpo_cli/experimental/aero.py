@@ -25,10 +25,9 @@ from jaxtyping import Bool, Float
 from pydantic import Field
 from torch import Tensor
 
-from grpo_cli.interfaces import StepRollouts
+from grpo_cli.interfaces import StepRollouts, facts
 from grpo_cli.rules.advantage import StatsOver, compared
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.facts import facts
 from grpo_cli.types import ScoredGroup
 
 Prior = Annotated[float, Field(gt=0)]

@@ -18,15 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import numpy as np
 from jaxtyping import Float
 from pydantic import Field
 
-from grpo_cli.experimental.reading import read
-from grpo_cli.experimental.ridge_probe import ProbeRows, Probing
-from grpo_cli.interfaces import StepRollouts
+from grpo_cli.experimental.reading import ProbeRows, Probing, read
+from grpo_cli.interfaces import StepRollouts, facts
 from grpo_cli.rules.ridge import narrowed
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.ranges import Count, Share
@@ -37,13 +36,12 @@ BINS = 10  # of scores, in each of which the share of right ones is counted
 TINY = 1e-12
 
 
+@facts(resumes=True, one_turn=True)
 @dataclass(kw_only=True)
 class Arrol(Probing):
     """Rollouts of which those that are needed least end once they have `at` tokens (ARRoL, arXiv 2603.24840)."""
 
     group, kind = "collector", "arrol"
-    resumes: ClassVar[bool] = True
-    one_turn: ClassVar[bool] = True
 
     at: Count | None
     keep: Annotated[float, Field(gt=0, le=1)]
@@ -82,14 +80,14 @@ class Arrol(Probing):
         """Return what the head predicts of each group's rollouts, NaN if nothing yet, and remember the features."""
         rollouts = [rollout for group in begun for rollout in group.rollouts]
         features = narrowed(read(self._runtime, rollouts, layer=self.layer, last=1).features).astype(np.float32)
-        scores = self._probe.predict(features)
+        scores = self.predict(features)
         self._now = dict(zip([one.key for one in rollouts], zip(features, scores.tolist(), strict=True), strict=True))
         return np.split(scores, np.cumsum([len(group.rollouts) for group in begun])[:-1])
 
     def _calibrated(self, scores: Float[np.ndarray, " N"]) -> Float[np.ndarray, " N"]:
         """Return the share of right ones among earlier rollouts whose score was in the same tenth, one more of the
         tenth's own middle among them."""
-        _, right, said = map(np.concatenate, zip(*self._probe.steps, strict=True))
+        _, right, said = map(np.concatenate, zip(*self.steps, strict=True))
         known = ~np.isnan(said)
         count, solved = (np.bincount(_bin(said[known]), weights, BINS) for weights in (None, right[known]))
         middles = (np.arange(BINS) + 0.5) / BINS
@@ -108,7 +106,7 @@ class Arrol(Probing):
             metrics["prune/saved_tokens"] = self._dropped * sum(more) / len(more)
         if labelled:
             features, scores, right = map(np.array, zip(*labelled, strict=True))
-            self._probe.add([ProbeRows(features, right, scores)])
+            self.add([ProbeRows(features, right, scores)])
         self._now, self._begun = {}, 0
         return metrics
 

@@ -67,8 +67,7 @@ class Tree(SearchMethod):
         ended: list[list[Rollout]] = [[] for _ in begun]
         step = self.every if self.width > 1 else None  # in one piece, as plain sampling
         while any(trees):
-            rows = searching.go_on([[leaf.reply for leaf in tree] for tree in trees], step)
-            for number, row in enumerate(rows):
+            for number, row in enumerate(searching.go_on([[leaf.reply for leaf in tree] for tree in trees], step)):
                 ended[number] += [one for one in row if not one.is_partial]
                 moved = [Leaf(one, leaf.path) for one, leaf in zip(row, trees[number], strict=True)]
                 trees[number] = [leaf for leaf in moved if leaf.reply.is_partial]

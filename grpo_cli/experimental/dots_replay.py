@@ -10,7 +10,7 @@ Measured: docs/studies.md (accuracy was lower).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
 from typing import Annotated
@@ -37,7 +37,6 @@ class GroupStore(HoldsGroups):
     fresh: Annotated[float, Field(gt=0, le=1)]
     capacity: Count
     max_lag: Annotated[int | None, Field(ge=1)]
-    _held: tuple[ScoredGroup, ...] = field(default=(), init=False)  # the oldest first
 
     def __call__(self, step: StepRollouts) -> list[ScoredGroup]:
         most = step.version if self.max_lag is None else self.max_lag

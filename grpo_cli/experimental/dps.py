@@ -76,8 +76,7 @@ class DynamicsPredictive:
         shares = [group.solved / len(group.rollouts) for group in asked.values()]
         states = [NONE if share == 0 else ALL if share == 1 else MIXED for share in shares]
         predicted = self._mixed([*asked])
-        found = np.eye(3)[np.array(states, dtype=int)]
-        self._move_on([*asked], found)  # probability 1 for the state of each visit
+        self._move_on([*asked], np.eye(3)[np.array(states, dtype=int)])  # probability 1 for the state of each visit
         self._look_again([place for place in self._looked_at if place not in waiting])
         self._step, self._looked_at = -1, {}  # a repeated step starts over
         if not asked:

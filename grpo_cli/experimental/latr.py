@@ -18,12 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
+from grpo_cli.experimental.adhint import begun_with
 from grpo_cli.experimental.arrol import look_at
-from grpo_cli.experimental.given import begun_with
 from grpo_cli.experimental.reading import read
-from grpo_cli.interfaces import Runtime, StepRollouts
+from grpo_cli.interfaces import Runtime, StepRollouts, facts
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.ranges import Count, Share
 from grpo_cli.types import Group, Rollout, ScoredGroup
@@ -50,16 +49,13 @@ class _Tree:
 
     def left(self, groups: Sequence[Group]) -> list[Group]:
         """Return the groups without what was given up."""
-        found = [tuple(one for one in group.rollouts if one.key not in self.pruned) for group in groups]
-        return [Group(group.prompt, some) for group, some in zip(groups, found, strict=True)]
+        return [Group(of.prompt, tuple(one for one in of.rollouts if one.key not in self.pruned)) for of in groups]
 
 
+@facts(resumes=True, one_turn=True)
 @dataclass(kw_only=True)
 class Lookahead:
     """A share of each group branches off one rollout of the prompt; the others are plain (LATR, arXiv 2510.24302)."""
-
-    resumes: ClassVar[bool] = True
-    one_turn: ClassVar[bool] = True
 
     tau_abs: Share
     tau_rel: Share

@@ -34,8 +34,7 @@ def all_but_the_middle(group: ScoredGroup, keep: int, rng: np.random.Generator) 
     size = len(group.rollouts)
     if keep != size - 1:
         raise UserError(f"downsample=median leaves out one of n={size} rollouts, so m must be {size - 1}")
-    ordered = np.sort(group.totals)
-    middle = np.isin(group.totals, ordered[[(size - 1) // 2, size // 2]])
+    middle = np.isin(group.totals, np.sort(group.totals)[[(size - 1) // 2, size // 2]])
     left_out = int(rng.choice(np.flatnonzero(middle)))
     return [index for index in range(size) if index != left_out]
 

@@ -34,16 +34,14 @@ class Oracle:
         self._source = str(lengths)
         by_step: dict[str, dict[int, dict[int, int]]] = {}
         for number, row in records(self._source, "predictor.lengths"):
-            fields = row if isinstance(row, Mapping) else {}
-            name, numbers = fields.get("prompt_id"), [fields.get(field) for field in ("step", "sample", "length")]
-            whole = [one for one in numbers if isinstance(one, int)]
-            if not isinstance(name, str) or len(whole) < 3 or whole[2] < 1:
-                raise UserError(
-                    f"predictor.lengths={lengths}, line {number} is {str(row)[:80]}: give the rollouts.jsonl of an "
-                    "earlier run"
-                )
-            step, sample, length = whole
-            by_step.setdefault(name, {}).setdefault(step, {})[sample] = length
+            match row:
+                case {"prompt_id": str(name), "step": int(step), "sample": int(sample), "length": int(n)} if n > 0:
+                    by_step.setdefault(name, {}).setdefault(step, {})[sample] = n
+                case _:
+                    raise UserError(
+                        f"predictor.lengths={lengths}, line {number} is {str(row)[:80]}: give the rollouts.jsonl of an "
+                        "earlier run"
+                    )
         if not by_step:
             raise UserError(f"predictor.lengths={lengths} has no rollouts: record some with record.rollouts=-1")
         self._recorded = {prompt_id: [steps[step] for step in sorted(steps)] for prompt_id, steps in by_step.items()}

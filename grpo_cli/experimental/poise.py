@@ -24,8 +24,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from grpo_cli.experimental.aero import require_shares
-from grpo_cli.experimental.reading import PolicyReading, read
-from grpo_cli.experimental.ridge_probe import ProbeRows, Probing
+from grpo_cli.experimental.reading import PolicyReading, ProbeRows, Probing, read
 from grpo_cli.rules.ridge import narrowed
 from grpo_cli.support.ranges import Share
 from grpo_cli.types import ScoredGroup
@@ -49,18 +48,17 @@ class Poise(Probing):
             return torch.zeros(len(kept))
         others = _of_others(group.totals)
         features = described(read(self._runtime, group.rollouts, layer=self.layer, tokens=True))
-        found = self._probe.predict(features)
+        found = self.predict(features)
         self._now[group.prompt.id] = ProbeRows(features, group.totals.copy(), found)
         if not np.isnan(found).any():
-            predicted = _of_others(found)
-            predicted = predicted.clip(0.0, 1.0) if self.clip else predicted
+            predicted = _of_others(found).clip(0.0, 1.0) if self.clip else _of_others(found)
             others = (1 - self.mix) * predicted + self.mix * others
         return torch.from_numpy((group.totals - others)[list(kept)])
 
     def observe(self, step: int, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
         now, self._now = [*self._now.values()], {}
-        self._probe.add(now)
-        return {"probe/rows": float(self._probe.rows)}
+        self.add(now)
+        return {"probe/rows": float(self.rows)}
 
 
 def _of_others(values: Float[np.ndarray, " G"]) -> Float[np.ndarray, " G"]:

@@ -1,4 +1,5 @@
-"""Reads the policy in rollouts, by a forward pass of its own: hidden states, entropies, likely tokens.
+"""Reads the policy in rollouts, by a forward pass of its own: hidden states, entropies, likely tokens. `Probing` is the
+base of rules that learn from these.
 
 Nothing of a whole batch is kept: hidden states are averaged in a hook on their layer, logits come up in chunks. The
 model computes without dropout, in its own precision in training, and under `model.autocast` in searches of `grpo eval`.
@@ -6,21 +7,25 @@ model computes without dropout, in its own precision in training, and under `mod
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
+from pydantic import Field
 from torch import Tensor, nn
 
+from grpo_cli.history import of_kind
 from grpo_cli.interfaces import Runtime
 from grpo_cli.learner.batch import collate, rows_of
 from grpo_cli.learner.forward import padded, padded_parts
 from grpo_cli.model.anatomy import backbone, head, unwrapped
 from grpo_cli.model.checkpointing import last_states
+from grpo_cli.rules.ridge import RidgeHead, fit_ridge
 from grpo_cli.support.errors import UserError
+from grpo_cli.support.ranges import Count
 from grpo_cli.types import Batch, Group, Rollout
 
 TOKENS_AT_A_TIME, LOGITS_AT_A_TIME = 16384, 512  # padding counts
@@ -101,21 +106,18 @@ def _mean(states: Float[Tensor, "B T H"], over: Bool[Tensor, "B T"]) -> Float[Te
 def _ends(part: Batch, last: int, width: int) -> Bool[Tensor, "2 B T"]:
     """Return the last tokens of each prompt, and of each response."""
     starts, places = part.prompt_lengths[:, None], torch.arange(width)
-    of_response = torch.zeros(len(part), width, dtype=torch.bool)
-    of_response[_rows(part), part.positions] = part.response_mask & (part.left(part.response_mask) <= last)
+    of_response, rows = torch.zeros(len(part), width, dtype=torch.bool), part.per_token(torch.arange(len(part)))
+    of_response[rows, part.positions] = part.response_mask & (part.left(part.response_mask) <= last)
     return torch.stack([(places < starts) & (places >= starts - last), of_response])
-
-
-def _rows(part: Batch) -> Int[Tensor, "N"]:
-    return part.per_token(torch.arange(len(part)))
 
 
 def _of_tokens(
     model: Any, part: Batch, states: Float[Tensor, "B T H"], temperature: float
 ) -> list[tuple[np.ndarray, ...]]:
     """Return of each row entropies, likeliest ids and their probabilities; a chunk of logits exists at a time."""
-    places = torch.stack([_rows(part), part.positions - 1])[:, part.response_mask].to(states.device)
-    chosen, to_logits = states[places[0], places[1]], head(model)
+    places = torch.stack([part.per_token(torch.arange(len(part))), part.positions - 1])
+    rows, columns = places[:, part.response_mask].to(states.device)
+    chosen, to_logits = states[rows, columns], head(model)
     found: list[tuple[np.ndarray, ...]] = []
     for some in chosen.split(LOGITS_AT_A_TIME):
         logs = torch.log_softmax(to_logits(some).float() / temperature, dim=1)
@@ -125,3 +127,75 @@ def _of_tokens(
     joined = [np.concatenate(values) for values in zip(*found, strict=True)]
     ends = np.cumsum(part.sums(part.response_mask).long().numpy())[:-1]
     return list(zip(*(np.split(value, ends) for value in joined), strict=True))
+
+
+class ProbeRows(NamedTuple):
+    """Rows of a step: features, what was true of each, and what was predicted (NaN: nothing)."""
+
+    features: Float[np.ndarray, "N F"]
+    targets: Float[np.ndarray, "N"]
+    predicted: Float[np.ndarray, "N"]
+
+
+@dataclass(kw_only=True)
+class Probing:
+    """A rule that learns a ridge on the rows of the last `window` steps, and predicts once there are `min_rollouts` of
+    them. `ridge` is the shrinkage, as a share of their number; `kind` is its choice in `group`. UserError if `window`
+    steps have fewer than `min_rollouts` rollouts, `n` of each of `prompts`."""
+
+    group: ClassVar[str]
+    kind: ClassVar[str]
+    ridge: Annotated[float, Field(gt=0)]
+    window: Count
+    min_rollouts: Annotated[int, Field(ge=2)]
+    layer: Count | None
+    n: int
+    prompts: int
+
+    def __post_init__(self) -> None:
+        most = self.window * self.n * self.prompts
+        if self.min_rollouts > most:
+            raise UserError(
+                f"{self.group}.min_rollouts={self.min_rollouts} is more than the {most} rollouts of "
+                f"{self.group}.window={self.window} steps: lower it, or raise the window"
+            )
+        self.steps: tuple[ProbeRows, ...] = ()
+        self._head: RidgeHead | None = None
+
+    def setup(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    @property
+    def rows(self) -> int:
+        return sum(len(step.targets) for step in self.steps)
+
+    def predict(self, features: Float[np.ndarray, "N F"]) -> Float[np.ndarray, "N"]:
+        """Return predictions, NaN with too few rows yet."""
+        return np.full(len(features), np.nan) if self._head is None else self._head(features.astype(np.float64))
+
+    def add(self, seen: Sequence[ProbeRows]) -> None:
+        """Learn from a step's rows, if there are any."""
+        if seen:
+            joined = ProbeRows(*map(np.concatenate, zip(*seen, strict=True)))
+            self.steps = (*self.steps, joined)[-self.window :]
+            self._fit()
+
+    def _fit(self) -> None:
+        self._head = None
+        if self.rows >= self.min_rollouts:
+            features, targets, _ = map(np.concatenate, zip(*self.steps, strict=True))
+            self._head = fit_ridge(features.astype(np.float64), targets, np.array([self.ridge]))
+
+    def state_dict(self) -> dict[str, Any]:
+        steps = [{name: torch.from_numpy(own) for name, own in step._asdict().items()} for step in self.steps]
+        return {"kind": self.kind, "layer": self.layer, "steps": steps}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Put back a state. UserError if its features are of another layer than the rule reads."""
+        found = of_kind(state, self.group, self.kind)
+        if found["layer"] != self.layer:
+            before = "null" if found["layer"] is None else found["layer"]
+            raise UserError(f"the checkpoint's probe has learnt from {self.group}.layer={before}: resume with that")
+        steps = ({name: own.numpy() for name, own in step.items()} for step in found["steps"])
+        self.steps = tuple(ProbeRows(**step) for step in steps)
+        self._fit()

@@ -13,18 +13,19 @@ Measured: docs/studies.md (no difference in accuracy seen, fewer decode steps; e
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from pydantic import Field
 
 from grpo_cli.collect.requests import with_surplus
 from grpo_cli.collect.resuming import unstarted
 from grpo_cli.collect.stored import HoldsGroups
-from grpo_cli.interfaces import StepRollouts
+from grpo_cli.interfaces import StepRollouts, facts
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import Group, ScoredGroup
 
 
+@facts(stops=True)
 class Tail(HoldsGroups):
     """Short steps end with the first `train.prompts` groups; those of the others are generated again in long steps
     (tail batching, arXiv 2509.21009). All tokens that are trained on are of the step's own weights.
@@ -33,7 +34,6 @@ class Tail(HoldsGroups):
     """
 
     kind, held = "tail", "aside"
-    stops: ClassVar[bool] = True
 
     def __init__(self, *, surplus: Annotated[float, Field(ge=0, le=1)]) -> None:
         self._surplus = surplus

@@ -31,8 +31,7 @@ class Searching:
     (`tokens`) and one after the other for each prompt (`sequential`)."""
 
     def __init__(self, runtime: Runtime, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> None:
-        self._runtime, self._sampling, self._seed = runtime, sampling, seed
-        self.prompts = prompts
+        self._runtime, self.prompts, self._sampling, self._seed = runtime, prompts, sampling, seed
         self._problems = {prompt.id: prompt for prompt in prompts}  # and by the ids of what is read in their place
         self.tokens, self.sequential = 0, Counter[str]()
 

@@ -24,10 +24,9 @@ from grpo_cli.collect.epochs import Epochs
 from grpo_cli.config.instantiate import make, ready
 from grpo_cli.experimental import arrol as arrol_module
 from grpo_cli.experimental import latr, poise
+from grpo_cli.experimental.adhint import num_given
 from grpo_cli.experimental.dars import missing
-from grpo_cli.experimental.given import num_given
-from grpo_cli.experimental.reading import POOLED, PolicyReading, read
-from grpo_cli.experimental.ridge_probe import ProbeRows, RidgeProbe
+from grpo_cli.experimental.reading import POOLED, PolicyReading, ProbeRows, Probing, read
 from grpo_cli.experimental.roll_packer import Tail
 from grpo_cli.experimental.sorted_rl import Sorted
 from grpo_cli.experimental.trace import hand_out, mixed_gains
@@ -255,7 +254,7 @@ def test_all_is_as_one_reads_it_in_the_whole_models_answer():
 def test_the_ridge_is_the_closed_form_on_a_window_of_steps():
     rng = np.random.default_rng(1)
     features, targets = rng.standard_normal((30, 4)) * [1, 10, 0.1, 1] + 3, rng.random(30)
-    probe = RidgeProbe(window=2, least=30, ridge=0.05)
+    probe = Probing(window=2, min_rollouts=30, ridge=0.05, layer=None, n=15, prompts=1)
     probe.add([ProbeRows(rng.random((29, 4)), rng.random(29), np.ones(29))])
     for step in (slice(0, 20), slice(20, 30)):
         probe.add([ProbeRows(features[step], targets[step], np.full(len(targets[step]), np.nan))])

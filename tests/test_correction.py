@@ -24,7 +24,7 @@ from grpo_cli.config.choices import choices
 from grpo_cli.interfaces import Correction
 from grpo_cli.learner.batch import collate, corrected, rows_of, verdict_on
 from grpo_cli.learner.old_policy import AveragedPolicy, SamplerPolicy, is_needed_first
-from grpo_cli.learner.sample_size import effective_share, rate_factor
+from grpo_cli.learner.schedule import effective_share, rate_factor
 from grpo_cli.metrics import reuse_metrics
 from grpo_cli.runs.checkpoint import load_state
 from grpo_cli.runs.find import find_checkpoint

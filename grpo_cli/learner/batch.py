@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from grpo_cli.interfaces import Correction
-from grpo_cli.types import ENVIRONMENT, GIVEN, Batch, Group, Rollout, ScoredGroup, Totals, Verdict
+from grpo_cli.types import ENVIRONMENT, GIVEN, Batch, Group, Rollout, ScoredGroup, Span, Totals, Verdict
 
 
 def collate(groups: Sequence[Group | ScoredGroup], version: int = 0) -> Batch:
@@ -49,14 +49,11 @@ def collate(groups: Sequence[Group | ScoredGroup], version: int = 0) -> Batch:
 def _token_ages(rollouts: Sequence[Rollout], version: int) -> Int[Tensor, "N"] | None:
     """Return by how many updates each token is older than `version`, or why there is no such number; None: all are
     current."""
-    if all(span.version in (version, ENVIRONMENT) for rollout in rollouts for span in rollout.spans):
+    spans = [span for one in rollouts for span in one.spans or (Span(version, len(one)),)]
+    if all(span.version in (version, ENVIRONMENT) for span in spans):
         return None
-    ages = list[int]()
-    for rollout in rollouts:
-        for span in rollout.spans:
-            ages += [{ENVIRONMENT: 0, GIVEN: GIVEN}.get(span.version, version - span.version)] * span.count
-        ages += [0] * (0 if rollout.spans else len(rollout))
-    return torch.tensor(ages, dtype=torch.long)
+    ages = [{ENVIRONMENT: 0, GIVEN: GIVEN}.get(span.version, version - span.version) for span in spans]
+    return torch.tensor(ages).repeat_interleave(torch.tensor([span.count for span in spans]))
 
 
 def totals(batch: Batch, max_new_tokens: int) -> Totals:

@@ -150,22 +150,19 @@ class PackedTrees(Forward):
         parts: list[list[int]] = []
         used = 0
         for group in groups.values():
-            opened = False  # whether the group's prompt is in the last part
-            for row in group:
-                cost = lengths[row] + (0 if opened else prompts[row])
+            for place, row in enumerate(group):
+                cost = lengths[row] + (0 if place else prompts[row])  # the first brings the prompt
                 if parts and used + cost <= self.tokens:
                     parts[-1].append(row)
                     used += cost
                 else:
                     parts.append([row])
                     used = prompts[row] + lengths[row]
-                opened = True
         return parts
 
     def states(self, model: Any, part: Batch) -> Float[Tensor, "M H"]:
         ids, trees, predicting = pack(part)
-        tables = ids, predicting[part.response_mask]
-        run, at = send(model.device, *(table.numpy() for table in tables))
+        run, at = send(model.device, ids.numpy(), predicting[part.response_mask].numpy())
         # A prompt's last state predicts several tokens, whose gradients are added up; with several threads the backward
         # pass of plain indexing does so in an order that differs from run to run.
         return packed_hidden(model, run, trees, self.native is True).index_select(0, at)

@@ -18,8 +18,7 @@ from torch import Tensor
 from grpo_cli.learner.batch import rows_of, to_device, tokens_of, totals
 from grpo_cli.learner.forward import make_forward
 from grpo_cli.learner.optimizer import load_state, make_optimizer, move_state, require_finite_weights, state_by_name
-from grpo_cli.learner.sample_size import effective_share, rate_factor
-from grpo_cli.learner.schedule import learning_rate
+from grpo_cli.learner.schedule import effective_share, learning_rate, rate_factor
 from grpo_cli.model.anatomy import has_dropout
 from grpo_cli.model.transfer import send
 from grpo_cli.settings import ModelSettings, OptimSettings, Sampling, TrainSettings
@@ -131,10 +130,9 @@ class Learner:
     def _micro_batches(self, batch: Batch, loss: LossFn) -> list[tuple[Tensor, bool]]:
         """Return the rows of each micro-batch, and whether it has a gradient: groups whose advantages are all 0 have
         none with a loss that `needs_advantage`."""
-        groups, parts = torch.ones(len(batch.prompts), dtype=torch.bool), list[tuple[Tensor, bool]]()
-        if getattr(loss, "needs_advantage", False):
-            groups[:] = False
-            groups[batch.group[batch.any(batch.trained_mask & (batch.advantages != 0))]] = True
+        parts = list[tuple[Tensor, bool]]()
+        groups = torch.full([len(batch.prompts)], not getattr(loss, "needs_advantage", False))
+        groups[batch.group[batch.any(batch.trained_mask & (batch.advantages != 0))]] = True
         for has_gradient in (True, False):
             rows = (groups[batch.group] == has_gradient).nonzero()[:, 0]
             if len(rows):

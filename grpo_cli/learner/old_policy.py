@@ -84,10 +84,7 @@ class SamplerPolicy(OldPolicy):
     the policy that sampled each token. The ratio that a correction sees is then 1 everywhere."""
 
     kind = "sampler"
-
-    @property
-    def differs(self) -> bool:
-        return True
+    differs = True
 
     def logprobs(self, batch: Batch) -> Float[Tensor, "N"]:
         given = 0 if batch.token_ages is None else int((batch.token_ages == GIVEN).sum())
@@ -162,6 +159,5 @@ class AveragedPolicy(OldPolicy):
                 "the checkpoint's average of correction.prox=ewma is of other weights than those that are trained "
                 "here; resume with the same model.lora, or start a new run"
             )
-        place = self._weights[0].device
-        self._average = [average.to(place, copy=True) for average in state["average"]]
+        self._average = [average.to(self._weights[0].device, copy=True) for average in state["average"]]
         self._count, self._resets = state["count"], state["resets"]

@@ -23,8 +23,7 @@ from small import VOCABULARY, contents, make_engine, small_model, some_requests
 from grpo_cli.config.instantiate import ready
 from grpo_cli.engine.admission import Admission, Forecast
 from grpo_cli.engine.eviction import Dense
-from grpo_cli.engine.kv_cache import BLOCK, KvLayout, PagedCache, round_up
-from grpo_cli.engine.kv_plan import KvPlan
+from grpo_cli.engine.kv_cache import BLOCK, KvLayout, KvPlan, PagedCache, round_up
 from grpo_cli.engine.length_predictor import NoPredictor
 from grpo_cli.engine.scheduling import Fifo, Lpt, Sjf
 from grpo_cli.engine.sequence import Sequence

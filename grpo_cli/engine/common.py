@@ -19,6 +19,8 @@ from grpo_cli.engine.sequence import Decode, Sequence
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import EngineStats, Request, Rollout
 
+Enough = Callable[[Rollout], bool]  # takes each rollout that ends, until it returns True: then the others stop
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineParts:

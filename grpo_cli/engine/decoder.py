@@ -126,8 +126,7 @@ class Decoder:
 
     @property
     def _is_small(self) -> bool:
-        linears = (*linear_layers(self.model.model.layers), *linear_layers(self.model.lm_head))
-        return sum(layer.weight.numel() for layer in linears) < products.PACKED_FROM
+        return sum(layer.weight.numel() for layer in linear_layers(self.model)) < products.PACKED_FROM
 
     @property
     def packs(self) -> bool:

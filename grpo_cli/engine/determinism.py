@@ -10,7 +10,7 @@ with which one row's bits are the same in all of them. The test runs what decodi
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import replace
 
 import torch
@@ -53,20 +53,15 @@ def _padding(decoder: Decoder) -> Padding | None:
     """Find the padding by the first block, once for each shape and number of threads."""
     key = (torch.get_num_threads(), decoder.packs, decoder.layout, decoder.dtype, decoder.model.config.vocab_size)
     if (key := (*key, *(weight.shape for weight in decoder.model.model.layers[0].parameters()))) not in _FOUND:
+        # The cheapest first. A single row would be a matrix-vector product everywhere; large products are divided by
+        # rows among threads.
+        paddings = [(1, 2), (4, 4), (8, 8), (16, 16)]
+        paddings += [(rows, max(rows, 8) * torch.get_num_threads()) for rows in (1, 8, 16, 32)]
         with torch.inference_mode(), torch.random.fork_rng(devices=[]):
             block = replace(decoder, layers=decoder.layers[:1]).prepared()
-            tried = (replace(block, padding=Padding(*numbers)) for numbers in _row_paddings(torch.get_num_threads()))
+            tried = (replace(block, padding=Padding(*numbers)) for numbers in paddings)
             _FOUND[key] = next((each.padding for each in tried if _rows_agree(each)), None)
     return _FOUND[key]
-
-
-def _row_paddings(threads: int) -> Iterator[tuple[int, int]]:
-    """Yield (multiple, least), the cheapest first. A single row would be a matrix-vector product everywhere."""
-    yield 1, 2
-    for multiple in (4, 8, 16):
-        yield multiple, multiple
-    for multiple in (1, 8, 16, 32):  # per thread, since products are divided by rows
-        yield multiple, max(multiple, 8) * threads
 
 
 def _rows_agree(decoder: Decoder) -> bool:

@@ -146,9 +146,8 @@ class Evictor:
             queries = self._queries[:, rows].permute(0, 1, 3, 4, 2, 5)
         candidates = Candidates(held(cache.keys), policy.window, self._scale, queries, received)
         kept = policy.choose(candidates, protected)
-        chosen = [
-            x.gather(3, kept[..., None].expand(*kept.shape, x.shape[-1])) for x in (candidates.keys, held(cache.values))
-        ]
+        index = kept[..., None].expand(*kept.shape, candidates.keys.shape[-1])
+        chosen = [each.gather(3, index) for each in (candidates.keys, held(cache.values))]
         cache.write(mine[:, : blocks_for(policy.budget)], *chosen)
         if self._received is not None and received is not None:
             left = torch.zeros_like(self._received[:, rows])

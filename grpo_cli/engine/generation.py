@@ -10,7 +10,7 @@ observe   those whose turn has ended read an observation token by token, in the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from itertools import chain, groupby
 
@@ -19,13 +19,12 @@ import torch
 from torch import Tensor
 
 from grpo_cli.engine.admission import Admission, Forecast
-from grpo_cli.engine.common import EngineParts, Tally
+from grpo_cli.engine.common import EngineParts, Enough, Tally
 from grpo_cli.engine.cuda_graph import Capture, GraphedSteps, StepOutput
 from grpo_cli.engine.decoder import TILE, Decoder
 from grpo_cli.engine.eviction import Budget
 from grpo_cli.engine.evictor import Evictor
-from grpo_cli.engine.kv_cache import BLOCK, CachedPrompt, PagedCache, blocks_for, round_up, table_of
-from grpo_cli.engine.kv_plan import KvPlan
+from grpo_cli.engine.kv_cache import BLOCK, CachedPrompt, KvPlan, PagedCache, blocks_for, round_up, table_of
 from grpo_cli.engine.sampling import draw, row_sampling, uniforms
 from grpo_cli.engine.scheduling import Scheduler
 from grpo_cli.engine.sequence import Rows, RunningBatch, Sequence, Status
@@ -53,17 +52,17 @@ class Generation:
         prefix: int = 0,
         capture: Capture | None = None,
         observations: EnvironmentAnswers | None = None,
-        enough: Callable[[Rollout], bool] | None = None,
+        enough: Enough | None = None,
     ) -> None:
         sampler, sparsity, per_step = parts.sampler, parts.sparsity, parts.rollouts_per_step
         self._decoder = decoder = decoder.prepared(sparsity.needs_received)
         pauses, padding_slot = observations is not None, int(capture is not None)
         self.plan = plan = KvPlan.of(decoder.layout, sampler, sparsity, requests, per_step, prefix, pauses)
         slots, device, block_limits = plan.slots, decoder.device, (plan.own_blocks, plan.prompt_blocks)
-        self._cache = PagedCache(plan.layout, plan.blocks, device, capture is not None)
+        self._cache = PagedCache(decoder.layout, plan.blocks, device, capture is not None)
         self._evictor: Evictor | None = None
         if isinstance(sparsity, Budget):
-            self._evictor = Evictor(sparsity, plan.layout, slots + padding_slot, block_limits, decoder.scale, device)
+            self._evictor = Evictor(sparsity, decoder.layout, slots + padding_slot, block_limits, decoder.scale, device)
         self._sequences = [Sequence(index, request) for index, request in enumerate(requests)]
         self.waiting, self._paused = list(self._sequences), list[Sequence]()
         longest = max(sequence.limit for sequence in self._sequences)
@@ -305,7 +304,7 @@ class Generation:
 
     def stats(self, details: Mapping[str, float]) -> EngineStats:
         """Return the cost of serving so far, with further `details`."""
-        details = {**details, "engine/kv_held_bytes": float(self._most_held * self.plan.layout.bytes_per_token)}
+        details = {**details, "engine/kv_held_bytes": float(self._most_held * self._cache.layout.bytes_per_token)}
         if self._forecast is not None:
             self._tally.slots = self._most_running
             details["engine/preemptions"] = float(self._preempted)

@@ -138,11 +138,8 @@ def adapters_of(layer: Any) -> list[Adapter] | None:
     if down is None:
         return []
     names = [] if layer.disable_adapters else [name for name in layer.active_adapters if name in down]
-    if (
-        layer.merged
-        or getattr(layer, "lora_variant", None)
-        or any(layer.lora_B[name].bias is not None for name in names)
-    ):
+    biased = any(layer.lora_B[name].bias is not None for name in names)
+    if layer.merged or getattr(layer, "lora_variant", None) or biased:
         return None
     return [(down[name].weight, layer.lora_B[name].weight, layer.scaling[name]) for name in names]
 

@@ -19,8 +19,7 @@ import tempfile
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain
@@ -34,7 +33,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 import grpo_cli
-from grpo_cli.engine.common import EngineParts, SequenceEngine, together
+from grpo_cli.engine.common import EngineParts, Enough, SequenceEngine, together
 from grpo_cli.interfaces import Engine
 from grpo_cli.support.errors import UserError, explained, reason_of
 from grpo_cli.support.extras import require
@@ -98,7 +97,7 @@ class RayEngine(SequenceEngine):
         self._weights: Any = None  # a reference too
         self._facts: Mapping[str, Any] = {}
 
-    def generate(self, requests: Seq[Request], enough: Callable[[Rollout], bool] | None = None) -> Iterator[Rollout]:
+    def generate(self, requests: Sequence[Request], enough: Enough | None = None) -> Iterator[Rollout]:
         """Yield one rollout per request, in order of arrival. UserError with `enough`. Closing the iterator early
         leaves the workers to finish their calls, whose answers are dropped."""
         if enough is not None:
@@ -184,8 +183,8 @@ class RolloutWorker:
         return place()
 
     def generate(
-        self, references: Seq[Any], requests: Mapping[int, Request], autocast: torch.dtype | None
-    ) -> tuple[Mapping[int, Rollout], EngineStats, Mapping[str, Any], Seq[str]]:
+        self, references: Sequence[Any], requests: Mapping[int, Request], autocast: torch.dtype | None
+    ) -> tuple[Mapping[int, Rollout], EngineStats, Mapping[str, Any], Sequence[str]]:
         """Return the rollouts of numbered requests, their cost, the engine's facts and its warnings. `references` into
         Ray's store: to the model without numbers, its frozen numbers and `build`; and to the trained numbers."""
         import ray

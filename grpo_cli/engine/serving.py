@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from grpo_cli.engine.admission import Admission
-from grpo_cli.engine.common import EngineParts, SequenceEngine, Tally
+from grpo_cli.engine.common import EngineParts, Enough, SequenceEngine, Tally
 from grpo_cli.engine.eviction import Budget, Dense
 from grpo_cli.engine.length_predictor import Predictor
 from grpo_cli.engine.samplers import Sampler
 from grpo_cli.engine.scheduling import Scheduler
 from grpo_cli.engine.sequence import Sequence
 from grpo_cli.types import EngineStats, Finish, Request, Rollout
-
-Enough = Callable[[Rollout], bool]
 
 
 @dataclass

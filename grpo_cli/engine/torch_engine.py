@@ -3,14 +3,14 @@ predictor has learned; the work is in `generation.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, replace
 from typing import Any, Literal
 
 import torch
 
-from grpo_cli.engine.common import EngineParts, SequenceEngine, check_context
+from grpo_cli.engine.common import EngineParts, Enough, SequenceEngine, check_context
 from grpo_cli.engine.cuda_graph import CudaGraphs
 from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.determinism import batch_invariant, computes_the_same
@@ -57,8 +57,7 @@ class TorchEngine(SequenceEngine):
                 raise UserError(f"engine.cuda_graph=true: {against}; leave it out")
             if on_gpu and cuda_graph is None:
                 warn(f"decode steps are launched kernel by kernel, and slower: {against}")
-        graphs = not against if cuda_graph is None else cuda_graph
-        self._capture = CudaGraphs if graphs else None
+        self._capture = None if against or cuda_graph is False else CudaGraphs
         self._packed_weights, self._threads = packed_weights, threads_for(threads, model, most=1)
         self._native: bool | str = native and not compile  # or why not
         # Only useful if the scheduler orders by length.
@@ -66,10 +65,7 @@ class TorchEngine(SequenceEngine):
         self._is_invariant: bool | None = None  # until it is tested
 
     def generate(
-        self,
-        requests: Seq[Request],
-        enough: Callable[[Rollout], bool] | None = None,
-        answers: EnvironmentAnswers | None = None,
+        self, requests: Seq[Request], enough: Enough | None = None, answers: EnvironmentAnswers | None = None
     ) -> Iterator[Rollout]:
         """Yield one rollout per request, in order of finishing. Once `enough` returns True for a finished one, the
         others are partial, except those that end, or whose environment ends them, in the same step. With `answers` a
@@ -80,8 +76,7 @@ class TorchEngine(SequenceEngine):
         with computing_with(self._threads):
             self._prepare()
             if requests:
-                capture = self._capture and self._capture()
-                settings = self._prefix, capture, answers, enough
+                settings = self._prefix, self._capture and self._capture(), answers, enough
                 yield from self._serve(Generation(self._decoder, self._parts, requests, *settings))
         give_back_freed(all_of_it=False)
 

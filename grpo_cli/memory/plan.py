@@ -10,8 +10,7 @@ import torch
 from grpo_cli.engine.eviction import Budget, Dense
 from grpo_cli.engine.evictor import statistics
 from grpo_cli.engine.generation import PREFILL_TOKENS
-from grpo_cli.engine.kv_cache import BLOCK, blocks_for
-from grpo_cli.engine.kv_plan import KvPlan
+from grpo_cli.engine.kv_cache import BLOCK, KvPlan, blocks_for
 from grpo_cli.engine.samplers import Sampler
 from grpo_cli.engine.sampling import rows_at_once
 from grpo_cli.memory.shapes import ACTIVATIONS, LOGITS, ShapeModel, Sizes

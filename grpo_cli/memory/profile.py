@@ -57,10 +57,9 @@ def profile(run: Prepared[ProfileRunSettings], typed: Sequence[str], console: Co
     device = torch.device("cuda") if wanted.for_gpu else run.device
     to_stderr("planning: a few seconds")
     workspace = process_size(device)
-    chooses = settings.fit != "none" or settings.train.micro_batch_tokens == AUTO
     room = settings.fit_bytes or int(GPUS.get(str(wanted.for_gpu), 0)) or total_bytes(device)
     planner, values = Planner.of(run, device, workspace), AS_IT_IS
-    if chooses:
+    if settings.fit != "none" or settings.train.micro_batch_tokens == AUTO:
         limit = fit.within(room, device)
         if settings.fit_bytes is None and not wanted.for_gpu:  # what is free, as in training
             room = limit = fit.room_of(settings, device, workspace, to_stderr)

@@ -25,7 +25,7 @@ from grpo_cli.learner import forward
 from grpo_cli.learner.batch import collate, corrected, minibatches, rows_of, tokens_of, totals, with_rows_untrained
 from grpo_cli.learner.forward import PackedTrees, Padded, pack, padded, padded_parts
 from grpo_cli.learner.learner import Learner
-from grpo_cli.learner.logprobs import _Chosen
+from grpo_cli.learner.logprobs import PLAIN, _Chosen
 from grpo_cli.model.load import load_model
 from grpo_cli.settings import Sampling
 from grpo_cli.support.meter import Meter
@@ -240,7 +240,7 @@ def test_values_gradients_and_entropies_are_those_of_the_whole_logits(way, chunk
 def entropies_of(logits: Tensor, temperature: float = 1.0) -> list[float]:
     room, leaf = torch.full((len(logits),), math.nan), logits.clone().requires_grad_()
     ids = torch.zeros(len(logits), dtype=torch.long)
-    _Chosen.apply(leaf.clone(), ids, temperature, room).sum().backward()
+    _Chosen.apply(leaf.clone(), ids, temperature, PLAIN, room).sum().backward()
     return room.tolist()
 
 

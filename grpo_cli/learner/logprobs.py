@@ -9,7 +9,8 @@ precision in place of several times `B * T * V`, forward and backward, and a few
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,17 +23,24 @@ from grpo_cli.model.anatomy import head
 AT_ONCE = {"cpu": 1 << 21, "cuda": 1 << 26}  # logits in float32 at one time; a GPU works best with few large calls
 
 
-def log_of_chosen(logits: Float[Tensor, "N V"], ids: Int[Tensor, "N"], temperature: float) -> Float[Tensor, "N"]:
-    """Return log p of each row's token."""
+@dataclass(frozen=True)
+class ByRow:
+    """Functions of the logits of some rows: log p of each row's token; and, given the row's factor, the gradient of
+    factor * temperature * log p, which overwrites the logits, and the entropy of p in nats, into the last argument."""
+
+    # Not in the repr: addresses, which differ between processes.
+    chosen: Callable[[Tensor, Tensor, float], Tensor] = field(repr=False)
+    slope: Callable[[Tensor, Tensor, Tensor, float, Tensor], None] = field(repr=False)
+
+
+def _chosen_in_parts(logits: Float[Tensor, "N V"], ids: Int[Tensor, "N"], temperature: float) -> Float[Tensor, "N"]:
     chosen = logits.new_empty(ids.shape, dtype=torch.float32)
     for some, which, out in few_rows(logits, ids, chosen):
         out.copy_(log_softmax(some, temperature).gather(1, which[:, None])[:, 0])
     return chosen
 
 
-def write_slope(logits: Tensor, ids: Tensor, factors: Tensor, temperature: float, entropy: Tensor) -> None:
-    """Overwrite logits with the gradient of factor * temperature * log p of each row's token, and `entropy` with the
-    entropy of p in nats."""
+def _slope_in_parts(logits: Tensor, ids: Tensor, factors: Tensor, temperature: float, entropy: Tensor) -> None:
     for some, which, factor, out in few_rows(logits, ids, factors, entropy):
         logs = log_softmax(some, temperature)
         slope = logs.exp()
@@ -42,12 +50,16 @@ def write_slope(logits: Tensor, ids: Tensor, factors: Tensor, temperature: float
         some.copy_(slope.scatter_add_(1, which[:, None], factor[:, None]))
 
 
+PLAIN = ByRow(_chosen_in_parts, _slope_in_parts)
+
+
 def chosen_logprobs(
     model: Any,
     states: Float[Tensor, "N H"],
     labels: Int[Tensor, "N"],
     temperature: float,
     chunk: int,
+    by_row: ByRow = PLAIN,
     entropies: Float[Tensor, "N"] | None = None,
 ) -> Float[Tensor, "N"]:
     """Compute log p(label) under the head, given the state that predicts it; `chunk` of them at a time. The backward
@@ -56,24 +68,30 @@ def chosen_logprobs(
     room = torch.empty(labels.shape, device=labels.device) if entropies is None else entropies
     parts: list[Tensor] = []
     for some_states, ids, out in zip(*(given.split(chunk) for given in (states, labels, room)), strict=True):
-        given = to_logits, some_states, ids, temperature
+        given = to_logits, some_states, ids, temperature, by_row
         if torch.is_grad_enabled():
             # By keyword: checkpoint saves positional tensors, and refuses to go back once one was written to.
-            parts.append(checkpoint(_chosen, *given, room=out, use_reentrant=False, preserve_rng_state=False))
+            part = checkpoint(_chosen, *given, room=out, use_reentrant=False, preserve_rng_state=False)
         else:
-            parts.append(_chosen(*given, room=None if entropies is None else out))
+            part = _chosen(*given, room=None if entropies is None else out)
+        parts.append(part)
     return torch.cat(parts)
 
 
 def _chosen(
-    to_logits: Any, states: Float[Tensor, "N H"], ids: Int[Tensor, "N"], temperature: float, room: Tensor | None
+    to_logits: Any,
+    states: Float[Tensor, "N H"],
+    ids: Int[Tensor, "N"],
+    temperature: float,
+    by_row: ByRow,
+    room: Tensor | None,
 ) -> Tensor:
     logits = to_logits(states)
     if torch.is_grad_enabled():
-        return _Chosen.apply(logits, ids, temperature, room)
-    chosen = log_of_chosen(logits, ids, temperature)
+        return _Chosen.apply(logits, ids, temperature, by_row, room)
+    chosen = by_row.chosen(logits, ids, temperature)
     if room is not None:
-        write_slope(logits, ids, torch.zeros_like(chosen), temperature, room)
+        by_row.slope(logits, ids, torch.zeros_like(chosen), temperature, room)
     return chosen
 
 
@@ -83,18 +101,23 @@ class _Chosen(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Float[Tensor, "N V"], ids: Int[Tensor, "N"], temperature: float, room: Float[Tensor, "N"]
+        ctx: Any,
+        logits: Float[Tensor, "N V"],
+        ids: Int[Tensor, "N"],
+        temperature: float,
+        by_row: ByRow,
+        room: Float[Tensor, "N"],
     ) -> Tensor:
-        chosen = log_of_chosen(logits.detach(), ids, temperature)
+        chosen = by_row.chosen(logits.detach(), ids, temperature)
         ctx.save_for_backward(logits, ids)
-        ctx.temperature, ctx.room = temperature, room
+        ctx.temperature, ctx.by_row, ctx.room = temperature, by_row, room
         return chosen
 
     @staticmethod
-    def backward(ctx: Any, gradient: Float[Tensor, "N"]) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, gradient: Float[Tensor, "N"]) -> tuple[Tensor, None, None, None, None]:
         logits, ids = ctx.saved_tensors
-        write_slope(logits.detach(), ids, gradient / ctx.temperature, ctx.temperature, ctx.room)
-        return logits, None, None, None
+        ctx.by_row.slope(logits.detach(), ids, gradient / ctx.temperature, ctx.temperature, ctx.room)
+        return logits, None, None, None, None
 
 
 def few_rows(logits: Float[Tensor, "N V"], *others: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -25,7 +25,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from grpo_cli.engine.kv_cache import KvLayout
 from grpo_cli.engine.products import PACKED_FROM, has_packed, linear_layers
-from grpo_cli.learner import logprobs
+from grpo_cli.learner.logprobs import AT_ONCE, ByRow, chosen_logprobs
 from grpo_cli.model.adapters import made_anew
 from grpo_cli.model.anatomy import backbone
 from grpo_cli.model.checkpointing import keep_little, last_states, recompute_layers
@@ -53,11 +53,7 @@ def _attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: 
 
 
 # In place of a pass over the logits, whose few rows in float32 are added by `softmax_bytes`.
-_OF_NO_SIZE = patch.multiple(
-    logprobs,
-    log_of_chosen=lambda logits, ids, _: logits.new_empty(ids.shape, dtype=torch.float32),
-    write_slope=lambda *_: None,
-)
+_OF_NO_SIZE = ByRow(lambda logits, ids, _: logits.new_empty(ids.shape, dtype=torch.float32), lambda *_: None)
 AttentionInterface.register(_ATTENTION, _attend)
 AttentionMaskInterface.register(_ATTENTION, lambda *args, **options: None)
 
@@ -113,7 +109,8 @@ def affine(few: int, found: Sequence[Sequence[Sizes]]) -> Line:
         low, high = a + depth * (c - a), b + depth * (d - b)
         return max(0, round(low + length * (high - low)))
 
-    return lambda layers, tokens: {k: at(k, layers - 1, (tokens - few) / few) for k in (LOGITS, ACTIVATIONS)}
+    kinds = LOGITS, ACTIVATIONS
+    return lambda layers, tokens: {kind: at(kind, layers - 1, (tokens - few) / few) for kind in kinds}
 
 
 class ShapeModel:
@@ -166,7 +163,7 @@ class ShapeModel:
 
     def softmax_bytes(self, rows: int) -> int:
         """Return the bytes of two numbers in float32 for each logit of the rows that are converted together."""
-        return 8 * self.vocabulary * min(rows, max(1, logprobs.AT_ONCE[self.device.type] // self.vocabulary))
+        return 8 * self.vocabulary * min(rows, max(1, AT_ONCE[self.device.type] // self.vocabulary))
 
     def copied(self, packed: bool) -> int:
         """Return the bytes of the copies of weights that rollouts multiply by: in another precision, or on a CPU packed
@@ -217,7 +214,7 @@ class ShapeModel:
             for parameter in trained(model) if trains else ():
                 parameter.grad = torch.zeros_like(parameter)
         precision = torch.autocast("cpu", self.dtype, enabled=self.settings.autocast != "none")
-        with self._fake, Allocations(model) as allocations, torch.set_grad_enabled(trains), precision, _OF_NO_SIZE:
+        with self._fake, Allocations(model) as allocations, torch.set_grad_enabled(trains), precision:
 
             def note(*_: Any) -> None:
                 peaks.append(allocations.take_peak())
@@ -233,7 +230,7 @@ class ShapeModel:
             if chunk is not None:
                 states.register_hook(note)
                 few = ids[0, : 4 * chunk]  # more of them would take time and no other bytes
-                values = logprobs.chosen_logprobs(model, states.index_select(0, few), few, 1.0, chunk)
+                values = chosen_logprobs(model, states.index_select(0, few), few, 1.0, chunk, _OF_NO_SIZE)
                 note()
                 del states
                 values.sum().backward()

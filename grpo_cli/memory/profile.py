@@ -170,12 +170,11 @@ def measure(run: Prepared[ProfileRunSettings]) -> dict[str, Any]:
         rest = times["time/step"] - sum(times.get(f"time/{name}", 0.0) for name in PHASES)
         for name, taken in {**times, "time/rest": rest}.items() if number >= 0 else ():
             seconds[name.removeprefix("time/")].append(taken)
-    trained = progress.trained_tokens - before.trained_tokens
-    tokens = dict.fromkeys(("old_logprobs", "ref_logprobs"), trained)
+    generated, trained = (getattr(progress, k) - getattr(before, k) for k in ("generated_tokens", "trained_tokens"))
+    corrected = generated if run.rules.correction.rejects else trained  # before any are chosen
+    tokens = {"decode": generated, "old_logprobs": corrected, "ref_logprobs": trained}
     tokens |= dict.fromkeys(("forward", "backward"), settings.train.epochs * trained)
-    tokens["decode"], highest = progress.generated_tokens - before.generated_tokens, dict(peaks)
-    if run.rules.correction.rejects:  # it reads all rollouts, before any are chosen
-        tokens["old_logprobs"] = tokens["decode"]
+    highest = dict(peaks)
     if wanted.eval and settings.eval.every > 0:
         with meter.span("eval"), step.learner.autocast():
             found = evaluate_with(runtime, settings.eval, settings.sampling, settings.seed)

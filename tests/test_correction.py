@@ -23,6 +23,7 @@ from grpo_cli.collect.collection import StepCollection
 from grpo_cli.config.choices import choices
 from grpo_cli.interfaces import Correction
 from grpo_cli.learner.batch import collate, corrected, rows_of, verdict_on
+from grpo_cli.learner.learner import Update
 from grpo_cli.learner.old_policy import AveragedPolicy, SamplerPolicy, is_needed_first
 from grpo_cli.learner.schedule import effective_share, rate_factor
 from grpo_cli.metrics import reuse_metrics
@@ -317,8 +318,8 @@ def test_each_update_after_the_first_of_a_step_needs_what_was_there_before_it():
 
 
 def test_half_masked_and_an_eighth_of_all_clipped_leave_three_eighths_active():
-    step = SimpleNamespace(old_policy=SimpleNamespace(end_step=lambda active: {"off/active": active}))
-    update = SimpleNamespace(stepped=True, metrics={"loss/clip_fraction": 0.125})
+    step: Any = SimpleNamespace(old_policy=SimpleNamespace(end_step=lambda active: {"off/active": active}))
+    update = Update({"loss/clip_fraction": 0.125}, torch.zeros(1), None, stepped=True)
     found = Step._end_old_policy(step, [update], {"mismatch/masked_tokens": 0.5}, 0.5)
     assert found == {"off/active": 0.5 * (1 - 0.125 / 0.5)}, "of tokens in the loss, half of which have a weight"
 

@@ -70,7 +70,7 @@ def test_the_preset_of_a_folder_s_shape_is_named_where_its_rate_is_another(lr, t
     ("path", "prompt", "told"), [("tiny", "What is 1+1?", 1), ("tiny", "1+1=", 0), ("x", "What?", 0)]
 )
 def test_prompts_with_words_are_doubted_where_the_model_knows_none(path, prompt, told):
-    task: Any = SimpleNamespace(prompts=lambda split: [Prompt("p", (0,), "2")])
+    task: Any = SimpleNamespace(prompts=lambda split: [Prompt("p", (0,), "2")], reward=str, text=str)
     tokenizer, run = SimpleNamespace(decode=lambda ids: prompt, chat_template=None), settings_of(f"model.path={path}")
     assert len([*doubts_of_prompts(task, tokenizer, (1,), run)]) == told
 

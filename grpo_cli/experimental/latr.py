@@ -49,7 +49,8 @@ class _Tree:
 
     def left(self, groups: Sequence[Group]) -> list[Group]:
         """Return the groups without what was given up."""
-        return [Group(of.prompt, tuple(one for one in of.rollouts if one.key not in self.pruned)) for of in groups]
+        kept = [tuple(one for one in group.rollouts if one.key not in self.pruned) for group in groups]
+        return [Group(group.prompt, some) for group, some in zip(groups, kept, strict=True)]
 
 
 @facts(resumes=True, one_turn=True)

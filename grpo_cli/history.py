@@ -78,6 +78,7 @@ class History:
 def of_kind(state: Mapping[str, Any] | None, group: str, kind: str) -> Mapping[str, Any]:
     """Return a rule's state from a checkpoint. UserError if it is not of this kind of rule."""
     if state is None or state.get("kind") != kind:
-        found = "nothing" if state is None else f"what {group}={state.get('kind')} has learnt"
-        raise UserError(f"the checkpoint holds {found} for {group}={kind}; resume with that choice, or start a new run")
+        found = f"what {group}={state.get('kind')} has learnt" if state else "nothing"
+        answer = "resume with that choice" if state else f"leave {group}= out"
+        raise UserError(f"the checkpoint holds {found} for {group}={kind}; {answer}, or start a new run")
     return state

@@ -119,7 +119,13 @@ class Trainer:
             # A step that has changed no weights is left at a signal: a resumed run makes it again.
             with ends_children(), suppress(Stopped):  # nor may a child forked by a step save it
                 self._stop.may_leave = True
-                record = self._step.run(progress.step, progress)
+                try:
+                    record = self._step.run(progress.step, progress)
+                except UserError:
+                    unchanged, self._stop.may_leave = self._stop.may_leave, False
+                    if unchanged:
+                        self._save_last(state)
+                    raise
                 self._stop.may_leave = False
             if record is None:
                 break
@@ -137,9 +143,13 @@ class Trainer:
                 state = self._state()
             if last or self._stop.stopped_by or progress.step % settings.train.checkpoint_every == 0:
                 self._save(state)
+        self._save_last(state)  # the signal came after the last check, or in a step
+
+    def _save_last(self, state: Mapping[str, Any]) -> None:
+        """Save the last finished step, unless it is saved."""
         self._saver.join()
-        newest = self._run_dir / layout.CHECKPOINTS / layout.step_folder(progress.step)
-        if not (newest / layout.COMPLETE).exists():  # the signal came after the last check, or in a step
+        newest = self._run_dir / layout.CHECKPOINTS / layout.step_folder(self._progress.step)
+        if not (newest / layout.COMPLETE).exists():
             self._save(state)
             self._saver.join()
 

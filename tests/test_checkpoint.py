@@ -20,6 +20,7 @@ import torch
 from grpo_cli.runs import checkpoint, layout
 from grpo_cli.runs.checkpoint import clear_leftovers, damaged, load_state, remove_from, save_checkpoint
 from grpo_cli.runs.find import completed_steps, find_checkpoint, resolve_run
+from grpo_cli.runs.lock import sole_use
 from grpo_cli.support.errors import UserError
 
 
@@ -186,6 +187,8 @@ def test_auto_is_the_run_that_saved_last_and_has_something_good(tmp_path, monkey
     truncate(save(train / "damaged" / "checkpoints", 1) / "config.json")
     (train / "2026-01-02" / "summary.json").write_text('{"status": "completed"}')
     assert (completed_steps(train / "2026-01-02"), completed_steps(train / "2026-01-01")) == (7, None)
+    with sole_use(train / "sweep/0", print):
+        assert resolve_run("auto") == train / "2026-01-01"
     for run in ("sweep/0", "2026-01-01", "2026-01-02"):
         assert resolve_run("auto") == train / run
         shutil.rmtree(train / run)

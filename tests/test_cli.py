@@ -106,7 +106,12 @@ REFUSED = {
     "train -m resume=sweep hydra.sweep.dir=empty": ("empty holds no sweep",),
     "eval checkpoint=empty": ("checkpoint=empty holds no complete checkpoint",),
     "eval checkpoint=a,b": ("checkpoint=a,b names several",),
-    "eval loss=grpo": ("loss is not a setting",),
+    "eval loss=grpo": ("loss is a setting of grpo train",),
+    "eval optim.lr=3": ("optim.lr is a setting of grpo train",),
+    "train profile.steps=3": ("profile.steps is a setting of grpo profile",),
+    "train -m sampler=micro,infinite sampler.slots=4 optm.lr=1": ("error: optm.lr ",),
+    "train sampling.stop=[\\n,a]": ('sampling.stop=["\\n","a"]',),
+    "train task=calculator task.turns=-1": ("error: task.turns",),
     "train -m n=0,1 hydra/launcher=basic": ("n=0 must be",),
 }
 

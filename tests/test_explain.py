@@ -99,6 +99,7 @@ EXPLAINED = {
     "loss.aggregation": ("loss.aggregation=token ", "conf/loss/dapo.yaml:"),
     "eval.problems": ("eval.problems=auto", "conf/_run.yaml:"),
     "maxvar": ("downsample=maxvar: ",),
+    "pass@7": ("eval/pass@<k>:",),
     "eval/pass@7": ("eval/pass@<k>:",),
     "eval/pass@<k>": ("eval/pass@<k>:",),
     "advantage.beta": ("advantage.beta=",),

@@ -51,12 +51,13 @@ def test_jobs_of_a_sweep_are_listed_before_they_begin_and_evaluations_with_their
     leave(sweep / "0", settings=SETTINGS)
     launched(sweep / "1", "skipped", "m=32 must be at most n=16", ["n=16", "m=32"])
     jobs = [{"folder": f"{sweep}/{i}", "overrides": ["n=4"]} for i in range(3)]
-    (sweep / "sweep.json").write_text(json.dumps({"jobs": jobs}))
+    no_folders = [{"folder": name} for name in ("\0", 300 * "x")]
+    (sweep / "sweep.json").write_text(json.dumps({"jobs": [*no_folders, *jobs]}))
     for command in ("eval", "profile"):
         folder = elsewhere / "outputs" / command
         made.record(folder, {"seed": 0}, choices={"task": "math", "model": "tiny"}, command=command)
         told = {"status": "completed", "eval/accuracy": 0.625, "checkpoint": None, "engine": {"threads": 1}}
-        (folder / "summary.json").write_text(json.dumps(told))
+        (folder / "summary.json").write_text(json.dumps({**told, "step": float("nan"), "huge": 10**400}))
     rows = {row.rpartition("/")[2]: row for row in listed("outputs")[1:] if ": " not in row}
     assert rows.keys() == {"0", "1", "2", "eval"} and rows["0"].startswith("train completed ")
     assert rows["1"].startswith("train skipped - - 16 32 ")

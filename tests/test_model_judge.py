@@ -86,7 +86,7 @@ def test_an_answer_that_is_no_score_is_none(server: Server, answer: Any, tmp_pat
     server.answer = lambda question: answer if "<reply>\nbad" in question else by_length(question)
     lines = list[str]()
     judge = judge_of(server, tmp_path, lines)
-    assert scores(judge, "aa", "bad", "a") == [0.2, None, 0.1]
+    assert scores(judge, "aa", "bad", "bad", "a") == [0.2, None, None, 0.1]
     assert judge.take_metrics() == {"judge/questions": 3, "judge/kept": 0, "judge/failed": 1}
     assert ("task.judge.max_tokens" in lines[0]) == ('"length"' in str(answer))
     assert len(lines) == 1 and "1 of 3 questions" in lines[0] and "\n" not in lines[0] and len(lines[0]) < 400

@@ -276,11 +276,18 @@ def test_what_a_signal_cut_short_continues_as_if_there_had_been_none(tmp_path):
     assert same(weights(newest(tmp_path / "alone")), weights(newest(tmp_path / "cut")))
 
 
+def test_an_error_in_a_step_loses_none_of_those_before_it(tmp_path):
+    with pytest.raises(UserError):
+        make_trainer(settings_for(tmp_path), task=After(9 + 12 + 2, lambda: 1 / 0)).fit()
+    assert newest(tmp_path).name == "step_000001"
+
+
 def test_a_run_that_went_back_and_died_before_it_saved_goes_on_from_there(tmp_path):
     settings = settings_for(tmp_path, checkpoint_every=1, keep_checkpoints=9)
     back = tmp_path / "checkpoints" / "step_000001"
     make_trainer(settings, trackers=(JsonlTracker(tmp_path),)).fit()
-    for task, died in ((After(12 + 2, lambda: 1 / 0), pytest.raises(UserError)), (CountTask(), nullcontext())):
+    killed = After(12 + 2, lambda: signal.default_int_handler(2, None))
+    for task, died in ((killed, pytest.raises(KeyboardInterrupt)), (CountTask(), nullcontext())):
         rare = replace(settings, train=replace(settings.train, checkpoint_every=9))
         again = make_trainer(rare, task=task, checkpoint=newest(back), trackers=(JsonlTracker(tmp_path, True),))
         with died:

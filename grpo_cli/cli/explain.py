@@ -90,6 +90,7 @@ def _metrics_of(word: str) -> Rows:
     """Yield the metric with this name (placeholders such as `<k>` filled in), or those whose names hold the word."""
     for name, sentence in METRICS.items():
         pattern = re.sub(r"<[a-z]+>", "[^/]+", re.escape(name).replace("<k>", "[1-9][0-9]*"))
+        pattern = re.sub("^eval/", "(eval/)?", pattern)  # tables leave it out
         if re.fullmatch(pattern, word) or word in {name, *re.split(r"[/_@]", name), *name.split("/")}:
             yield f"{name}:", sentence
 

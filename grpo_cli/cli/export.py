@@ -69,7 +69,7 @@ def _of_the_model(record: RunRecord | None, checkpoint: Path) -> dict[str, Any]:
 
 def _sampling(record: RunRecord | None) -> dict[str, Any]:
     """Return the settings that the run's rollouts were sampled with, by the names of `transformers` and vLLM."""
-    given = {} if record is None else record.config["sampling"]
+    given = {} if record is None else record.config.get("sampling", {})
     names = ("temperature", "top_p", "top_k", "max_new_tokens")
     kept = {name: given[name] for name in names if isinstance(given.get(name), int | float)}
     return kept and {"do_sample": True, **kept}
@@ -80,7 +80,7 @@ def _measured(record: RunRecord, checkpoint: Path) -> dict[str, str]:
     facts = {"steps": str(step_of(checkpoint.name))}
     facts |= dict.fromkeys(("accuracy before", "accuracy after"), "not measured")
     for row in read_rows(run_of(checkpoint) / METRICS)[0]:
-        if GREEDY in row and row["step"] <= int(facts["steps"]):
+        if f"{GREEDY}_low" in row and row["step"] <= int(facts["steps"]):
             accuracy = f"{row[GREEDY]:.3f} at step {row['step']:.0f} (95% interval {certainty(row)} problems)"
             facts["accuracy after" if row["step"] else "accuracy before"] = accuracy
     versions = ", ".join(f"{name} {value}" for name, value in record.about.get("code", {}).items())

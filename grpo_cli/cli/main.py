@@ -39,6 +39,8 @@ class _Group(TyperGroup):
             return super().invoke(ctx)
         except UserError as error:
             fail(error)
+        except PermissionError as error:
+            fail(f"{error.filename} cannot be read: {error.strerror}")
         except RuntimeError as error:  # of pathlib
             if "home directory" not in str(error):
                 raise

@@ -56,7 +56,9 @@ def unusable(words: Sequence[str], is_sweep: bool) -> Iterator[str]:
 def as_text(word: str) -> str:
     """Return how to type a setting whose value is text; empty for a word that sets nothing."""
     key, equals, value = word.partition("=")
-    text = quoted(value, '"').replace("\\${", "${")
+    is_list = value[:1] + value[-1:] == "[]"
+    texts = [quoted(one.strip(" "), '"') for one in (value[1:-1].split(",") if is_list else [value])]
+    text = (f"[{','.join(texts)}]".replace("\n", "\\n") if is_list else texts[0]).replace("\\${", "${")
     known = equals and re.fullmatch(r"[+]{0,2}[\w.@/-]+", key) and len(word) <= 500
     return f"as text it is typed {shlex.quote(f'{key}={text}')}" if known else ""
 
@@ -72,7 +74,9 @@ def unknown(command: str, words: Sequence[str], own: Path | None = None) -> Iter
         elif plugin in EXTRAS and not installed(plugin):
             yield absent(plugin, f"{key}={value}")
         elif key not in known and not key.startswith(("hydra.", "hydra/")) and "@" not in key:
-            yield _no_setting(key, known)
+            asked = () if key.partition(".")[0] in groups_of(command) else ("train", "eval", "profile")
+            theirs = [one for one in asked if key in _known_keys(one, (), None)]
+            yield f"{key} is a setting of grpo {theirs[0]}" if theirs else _no_setting(key, known)
 
 
 def no_choice(group: str, choice: str) -> str:
@@ -94,8 +98,7 @@ def _no_setting(key: str, known: Mapping[str, str]) -> str:
     if known.get(parent) == "{}" or parent == "task.weights":  # it takes any key
         hint = closest(key, [one for one in known if one.startswith(f"{parent}.")])
         return f"{key} is new to {group}: type +{key}=...{hint}"
-    if (ours := meant_by(key)) == key:  # of another command
-        ours = next((one for one in known if one.endswith(f".{word}")), None)
+    ours = meant_by(key)
     if having := [f"{group}={one}" for one in choices(group) if group and word in read_choice(group, one).settings]:
         others = f"but of {', '.join(having)}{f'; did you mean {ours}?' if ours else ''}"
         return f"{key} is not a setting of this {group}, {others}"
@@ -112,12 +115,14 @@ def without_effect(settings: Mapping[str, Any], typed: Sequence[str]) -> Iterato
 
 def _known_keys(command: str, words: Sequence[str], own: Path | None) -> dict[str, str]:
     """Return every key of the configuration with the choices among these words, and its value in its file."""
-    typed = {group: value_of(group, words) for group in groups_of(command)}
-    parts = chosen(command, {group: one for group, one in typed.items() if one and has_choice(group, one, own)}, own)
+    typed = {group: (value_of(group, words) or "").split(",") for group in groups_of(command)}  # several of a sweep
+    known_ones = {group: [one for one in ones if has_choice(group, one, own)] for group, ones in typed.items()}
+    parts = chosen(command, {group: ones[0] for group, ones in known_ones.items() if ones}, own)
     known = {key: one.value for key, one in read_command(command).settings.items()} | parts
     for group, choice in parts.items():
-        settings = read_choice(group, choice, own).settings
-        known = {f"{prefix_of(group)}{key}": one.value for key, one in settings.items()} | known
+        for one in {choice: None, **dict.fromkeys(known_ones.get(group, ()))}:
+            settings = read_choice(group, one, own).settings
+            known = {f"{prefix_of(group)}{key}": it.value for key, it in settings.items()} | known
     return known
 
 

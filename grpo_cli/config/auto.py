@@ -30,8 +30,8 @@ def fill(values: dict[str, Any]) -> None:
         if _get(values, group, name) == AUTO:
             word = "lora_lr" if adapted and word == "lr" else word
             found = _get(values, part, "recipe", word)
-            if word == "max_new_tokens" and isinstance(found, int):
-                found *= _get(values, "task", "turns") or 1  # an episode has as many replies
+            if word == "max_new_tokens" and isinstance(turns := _get(values, "task", "turns"), int):
+                found *= max(1, turns)  # an episode has as many replies
             numbers = [one for one in (found, _get(values, "model", "recipe", word)) if isinstance(one, int | float)]
             values[group][name] = min(numbers, default=AUTO)  # of the model at most
 

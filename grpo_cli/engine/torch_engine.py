@@ -102,7 +102,7 @@ class TorchEngine(SequenceEngine):
         known = self._is_invariant is not None
         return {
             "invariant": self._is_invariant,
-            "threads": (self._threads or torch.get_num_threads()) if self._decoder.device.type == "cpu" else None,
+            "threads": self._threads if self._decoder.device.type == "cpu" else None,
             "padding": asdict(self._decoder.padding) if known else None,
             "packed_weights": self._decoder.packs if known else None,
             "native": self._native if known else None,

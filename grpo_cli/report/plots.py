@@ -95,7 +95,7 @@ def _draw(panel: Axes, arm: Arm, axis: str, metric: str, colour: str, marker: st
     if mean.steps:
         several, x = len(curves) > 1, mean.axes[axis]
         ends = interval(curves) if several else np.transpose(curves[0].intervals)
-        ends = np.clip(ends, 0 if min(mean.values) >= 0 else None, 1 if is_accuracy else None)
+        ends = np.clip(ends, 0 if min(mean.values) >= 0 else -np.inf, 1 if is_accuracy else np.inf)
         if several and is_accuracy:  # no interval where all agree, as in the table
             ends[:, ends[0] == ends[1]] = np.nan
         width = 1 if is_accuracy else _window(mean)

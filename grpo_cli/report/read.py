@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -114,7 +115,7 @@ def jobs_of(sweep: Path) -> dict[Path, Sequence[str]]:
         place = Path(str(job.get("folder", ""))) if isinstance(job, dict) else Path()
         if place.is_absolute() or ".." in place.parts:  # of a sweep that was moved
             place = Path(place.name)
-        if place.name not in ("", ".."):
+        if place.name not in ("", "..") and len(place.name) < 200 and "\0" not in place.name:
             jobs[sweep / place] = _words(job.get("overrides"))
     return jobs
 
@@ -138,7 +139,8 @@ def read_run(folder: Path, name: str, job: Sequence[str] = (), metric: str = GRE
     words, command = _words(status.get("overrides")) or job, str(status.get("command", "train"))
     recorded = settings_of_overrides(words, command) if record is None else settings_of_record(record)
     if recorded.command == "eval":  # has no steps; its results are in its summary
-        rows = [{"step": 0.0} | {key: float(value) for key, value in summary.items() if is_a(float, value)}]
+        numbers = {key: value for key, value in summary.items() if is_a(float, value)}
+        rows = [{key: float(it) for key, it in numbers.items() if abs(it) <= sys.float_info.max} | {"step": 0.0}]
     steps = [row for row in rows if row["step"] > 0]
     last = (steps or [{}])[-1]
     code = summary.get("code")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from grpo_cli.runs.files import content, read_object, sha256
 from grpo_cli.runs.layout import CHECKPOINTS, COMPLETE, METRICS, OUTPUTS, RUN, SUMMARY, TRAINER_STATE, run_of, step_of
+from grpo_cli.runs.lock import is_held
 from grpo_cli.support.errors import UserError
 
 
@@ -112,7 +113,7 @@ def _newest_run(train: Path) -> Path:
         return False
 
     newest = sorted(saved, key=saved_at, reverse=True)
-    for run in sorted({path.parents[2]: None for path in newest}, key=is_over):
+    for run in sorted({path.parents[2]: None for path in newest}, key=lambda run: (is_held(run), is_over(run))):
         if find_checkpoint(run).path is not None:
             return run.resolve()
     raise UserError(f"resume=auto found no run with a complete checkpoint in {train}. Name a folder: resume=<run>")

@@ -51,6 +51,9 @@ class ProcessLauncher:
         # Unresolved: `m=${n}` means each job's n.
         typed: Any = OmegaConf.to_container(config.hydra.overrides, resolve=False)
         self._typed, self._typed_of_hydra = typed["task"], typed["hydra"]
+        sweeper = config.hydra.runtime.choices["hydra/sweeper"]
+        if sweeper == "optuna" and "hydra/sweeper=optuna" not in self._typed_of_hydra:
+            raise UserError("type hydra/sweeper=optuna: in a file it would search for the lowest accuracy")
         self._sweep.of_hydra = [word for word in self._typed_of_hydra if not is_of(word, _OF_THE_SWEEP)]
         self._sweep.folder = folder = Path(config.hydra.sweep.dir)
         if str(folder).startswith("~"):

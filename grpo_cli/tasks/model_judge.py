@@ -109,7 +109,8 @@ class ModelJudge(Judge):
                 raise
         found = {name: it for name, it in zip(new, replies, strict=True) if not isinstance(it, str)}
         reasons = Counter(it for it in replies if isinstance(it, str))
-        self._counts.update(questions=len(new), kept=len(questions) - len(new), failed=reasons.total())
+        known = sum(name in self._known for name in names)
+        self._counts.update(questions=len(new), kept=known, failed=reasons.total())
         self._known |= found
         if self._file is not None and found:
             _append(self._file, found)

@@ -71,6 +71,7 @@ class Step:
     def _sft_step(self, warmup: Warmup, step: int, progress: Progress) -> Record:
         start = time.perf_counter()
         with self._span("step"), self._span("update"):
+            self.learner.park()
             batch = collate(warmup.groups(step), self.learner.updates)
             updates = self._update(batch, step, progress, warmup)
         progress.train_seconds += time.perf_counter() - start

@@ -272,13 +272,13 @@ class Batch:
 
     @property
     def prompt_lengths(self) -> Int[Tensor, "B"]:
-        return torch.tensor([len(prompt) for prompt in self.prompts])[self.group]
+        return torch.tensor([len(prompt) for prompt in self.prompts], device=self.group.device)[self.group]
 
     @property
     def positions(self) -> Int[Tensor, "N"]:
         """The place of each token in its own prompt and completion."""
         ends = self.prompt_lengths + self.lengths
-        return torch.arange(len(self.token_ids)) + self.per_token(ends - self.lengths.cumsum(0))
+        return torch.arange(len(self.token_ids), device=ends.device) + self.per_token(ends - self.lengths.cumsum(0))
 
     def sums(self, values: Shaped[Tensor, "N"]) -> Float[Tensor, "B"]:
         """Return the sum of each row's values."""

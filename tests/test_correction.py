@@ -24,7 +24,7 @@ from grpo_cli.config.choices import choices
 from grpo_cli.interfaces import Correction
 from grpo_cli.learner.batch import collate, corrected, rows_of, verdict_on
 from grpo_cli.learner.learner import Update
-from grpo_cli.learner.old_policy import AveragedPolicy, SamplerPolicy, is_needed_first
+from grpo_cli.learner.old_policy import SamplerPolicy, is_needed_first
 from grpo_cli.learner.schedule import effective_share, rate_factor
 from grpo_cli.metrics import reuse_metrics
 from grpo_cli.runs.checkpoint import load_state
@@ -368,13 +368,6 @@ def test_the_average_is_what_the_clip_measures_from(tmp_path):
     assert close(second.old_logprobs, said_by(once, second, 1.0))
     assert close(third.old_logprobs, said_by(average, third, 1.0))
     assert not close(third.old_logprobs, said_by(twice, third, 1.0))
-
-
-def test_the_average_of_weights_in_bfloat16_is_kept_in_float32():
-    """In which an update's change does not round away."""
-    policy = AveragedPolicy(model := small_model().bfloat16(), make_learner(model), 4)
-    policy.after_update()
-    assert {average.dtype for average in policy.state_dict()["average"]} == {torch.float32}
 
 
 @pytest.mark.parametrize("high", [None, 1.0])

@@ -13,7 +13,9 @@ from small import plain_batch, small_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from grpo_cli.learner.learner import Learner
+from grpo_cli.learner.logprobs import chosen_logprobs
 from grpo_cli.learner.optimizer import make_optimizer, move_state
+from grpo_cli.model.anatomy import head
 from grpo_cli.model.load import load_model
 from grpo_cli.settings import Sampling
 from grpo_cli.support.meter import Meter
@@ -59,6 +61,29 @@ def test_the_gradient_that_the_optimizer_gets_is_bounded_and_the_metric_is_not()
 def test_a_group_whose_advantages_are_all_negative_has_a_gradient():
     batch = replace(make_batch(), advantages=torch.full((3,), -1.0))
     assert make_learner(small_model(), made.loss()).update(batch, 0).stepped
+
+
+def test_a_loss_is_not_called_for_a_pass_without_a_token_to_train_on():
+    batch, called = make_batch(), list[int]()
+    loss = lambda logprobs, part, _: (called.append(int(part.loss_mask.sum())), steep(logprobs, part, _))[1]  # noqa: E731
+    masked = replace(batch, loss_mask=batch.loss_mask & batch.per_token(torch.tensor([True, False])))
+    whole = make_learner(small_model(), loss, tokens=1).update(masked, 0)
+    assert called == [2] and whole.stepped and len(whole.logprobs) == 3
+
+
+def test_a_head_with_dropout_goes_back_by_the_mask_of_its_forward_pass():
+    pytest.importorskip("peft")
+    words = replace(made.model(), lora=made.lora(rank=2, dropout=0.5, targets=["lm_head"]))
+    model, ids = load_model(words, torch.device("cpu")).train(), torch.arange(2, 42)
+    for weight in (weight for weight in model.parameters() if weight.requires_grad):
+        weight.data += torch.randn_like(weight)
+    states, found = torch.randn(40, model.config.hidden_size, requires_grad=True), list[torch.Tensor]()
+    whole = lambda: head(model)(states).log_softmax(-1).gather(1, ids[:, None])[:, 0]  # noqa: E731
+    for values_of in (whole, lambda: chosen_logprobs(model, states, ids, 1.0, 40)):
+        torch.manual_seed(0)
+        found += torch.autograd.grad((values := values_of()).sum(), states)
+        found.append(values.detach())
+    assert torch.allclose(found[0], found[2], atol=1e-5) and torch.allclose(found[1], found[3], atol=1e-5)
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])

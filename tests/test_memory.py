@@ -80,15 +80,20 @@ def test_what_shapes_alone_decide_has_the_bytes_that_one_counts_by_hand():
     policies = (ready("sparsity", name, budget=8, window=3) for name in ("snapkv", "streaming"))
     scored, latest = (planned(sparsity=policy)["decode"][KV] for policy in policies)
     assert scored - latest == 4 * 3 * 2 * 4 * (4 * 4), "a row's last three queries, two to a key-value head"
-    # Of 4 rows, or of all rows of a step: logits, and two numbers for each in float32 (three for drawing).
-    assert found["ref_logprobs"][LOGITS] == 4 * 20 * (4 + 8) and found["decode"][LOGITS] == 4 * 20 * (4 + 12)
+    # Of 4 rows: logits, and two numbers for each in float32 (three for drawing). A GPU's graphs have 16 rows at least.
+    logits = [planned(device)["decode"][LOGITS] for device in (CPU, GPU)]
+    assert found["ref_logprobs"][LOGITS] == 4 * 20 * (4 + 8) and logits == [4 * 20 * (4 + 12), 16 * 20 * (2 * 4 + 12)]
     # A small model's weights are joined on a CPU, and a parked optimizer is not there before the update.
-    assert planned(CPU)["decode"][ACTIVATIONS] - planned()["decode"][ACTIVATIONS] == 4 * (LINEAR + 160)
+    on_cpu, on_gpu = (plan(shapes(device), step().with_n(8))["decode"][ACTIVATIONS] for device in (CPU, GPU))
+    assert on_cpu - on_gpu == 4 * (LINEAR + 160)
     kept = [planned(CPU, f"model.autocast={word}")["optimizer"][WORKSPACE] for word in ("bfloat16", "none")]
     assert kept[0] - kept[1] == 52 * 2**20, "by oneDNN, of products in bfloat16"
-    parked = planned(parks=True, optimizer=100, evaluation=WORK, average=30)
-    assert {name for name, sizes in parked.items() if sizes[OPTIMIZER] == 100} == {"forward", "backward", "optimizer"}
-    assert parked["decode"][OPTIMIZER] == 30, "an average of the weights stays where they are"
+    room = [planned(CPU, shares_prompts=one)["optimizer"][WORKSPACE] for one in (True, False)]
+    assert room[0] - room[1] == torch.get_num_threads() * 4 * (5 * 48 * 16 + 32 * (2 * 48 + 4 * 16)), "attention in C"
+    for updates, there in ((1, {"optimizer"}), (2, {"forward", "backward", "optimizer"})):
+        parked = planned(parks=True, optimizer=100, evaluation=WORK, average=30, updates=updates)
+        assert {name for name, sizes in parked.items() if sizes[OPTIMIZER] == 100} == there
+        assert parked["decode"][OPTIMIZER] == 30, "an average of the weights stays where they are"
 
 
 def test_a_step_counts_a_shared_prompt_once_and_cuts_passes_at_a_row_or_more():

@@ -79,7 +79,7 @@ def draw(logits: Float[Tensor, "R V"], uniform: Float[Tensor, "R"], by: RowSampl
     if by.natively and not by.truncated:
         return ops.draw(logits, uniform, by.temperature)
     few = rows_at_once(logits.shape[1])
-    if logits.dtype == torch.float32 or logits.device.type != "cpu" or len(logits) <= few:
+    if logits.device.type != "cpu" or len(logits) <= few:
         return _draw(logits.float(), uniform, by)
     parts = (slice(at, at + few) for at in range(0, len(logits), few))
     drawn = [_draw(logits[part].float(), uniform[part], by.of(part)) for part in parts]

@@ -84,7 +84,7 @@ class TorchEngine(SequenceEngine):
         """Choose C and the padding for the model, precision and threads; warn once if bits depend on the batch."""
         if self._native is True and not self._decoder.is_native:
             slower = "decode steps run slower, in PyTorch's operations: {}; engine.native=false accepts that"
-            native, self._native = replace(self._decoder, functions=NATIVE), "not for this device, precision or heads"
+            native, self._native = replace(self._decoder, functions=NATIVE), "not for this device, precision or model"
             if self._decoder.can_be_native:
                 self._native = tried(lambda: computes_the_same(native), slower, self._parts.warn)
             self._decoder = native if self._native is True else self._decoder

@@ -145,13 +145,15 @@ class Learner:
         """Compute a micro-batch forward and, if it has a gradient, backward. Return its log-probabilities, and its
         shares of the metrics of a batch with `trained` tokens."""
         there, counted = to_device(part, self._device), part.trained_mask[part.response_mask]
+        output, in_loss = LossOutput(torch.zeros(()), {}), bool(part.loss_mask.any())  # without a token: no loss
+        has_gradient = has_gradient and in_loss
         entropies = torch.zeros(len(counted), device=self._device)
         self._model.train(has_gradient)  # recomputation and dropout are for gradients
         try:
             with torch.set_grad_enabled(has_gradient):
                 with self._span("forward"), self.autocast():
                     values = self._forward.logprobs(self._model, part, entropies)
-                output = loss(values, there, divisors)
+                output = loss(values, there, divisors) if in_loss else output
             if has_gradient:
                 with self._span("backward"):
                     output.loss.backward()

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from grpo_cli.model.anatomy import head
+from grpo_cli.model.anatomy import has_dropout, head
 
 AT_ONCE = {"cpu": 1 << 21, "cuda": 1 << 26}  # logits in float32 at one time; a GPU works best with few large calls
 
@@ -65,13 +65,14 @@ def chosen_logprobs(
     """Compute log p(label) under the head, given the state that predicts it; `chunk` of them at a time. The backward
     pass, or this one where there is no gradient, writes each p's entropy to `entropies`."""
     to_logits = head(model)
+    random = isinstance(to_logits, nn.Module) and has_dropout(to_logits)  # by adapters
     room = torch.empty(labels.shape, device=labels.device) if entropies is None else entropies
     parts: list[Tensor] = []
     for some_states, ids, out in zip(*(given.split(chunk) for given in (states, labels, room)), strict=True):
         given = to_logits, some_states, ids, temperature, by_row
         if torch.is_grad_enabled():
             # By keyword: checkpoint saves positional tensors, and refuses to go back once one was written to.
-            part = checkpoint(_chosen, *given, room=out, use_reentrant=False, preserve_rng_state=False)
+            part = checkpoint(_chosen, *given, room=out, use_reentrant=False, preserve_rng_state=random)
         else:
             part = _chosen(*given, room=None if entropies is None else out)
         parts.append(part)
@@ -126,5 +127,4 @@ def few_rows(logits: Float[Tensor, "N V"], *others: Tensor) -> Iterator[tuple[Te
 
 
 def log_softmax(logits: Float[Tensor, "N V"], temperature: float) -> Float[Tensor, "N V"]:
-    logits = logits.float()
-    return torch.log_softmax(logits if temperature == 1.0 else logits / temperature, dim=-1)
+    return torch.log_softmax(logits.float() if temperature == 1.0 else logits.float() / temperature, dim=-1)

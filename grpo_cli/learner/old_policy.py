@@ -75,8 +75,8 @@ def is_needed_first(correction: Correction, train: TrainSettings, has_dropout: b
 
 
 def average_bytes(weights: Sequence[Tensor], prox: str | None) -> int:
-    """Return the bytes of the average of `weights`, 4 for each number, where there is one."""
-    return sum(4 * weight.numel() for weight in weights) if prox == "ewma" else 0
+    """Return the bytes of the average of `weights` where there is one."""
+    return sum(weight.nbytes for weight in weights) if prox == "ewma" else 0
 
 
 class SamplerPolicy(OldPolicy):
@@ -104,8 +104,7 @@ class AveragedPolicy(OldPolicy):
 
     It is corrected for the bias of its start: after t updates since the start (or since a reset) it is
     (1 - beta) * sum of beta^(t - i) * weights after update i, divided by 1 - beta^t. Before the first it is the learner
-    itself. It is kept on the weights' device, and in float32 whatever their type, since an update's change would round
-    away in bfloat16; during its pass it takes the weights' place. Frozen weights are not copied.
+    itself. It is kept on the weights' device; during its pass it takes their place. Frozen weights are not copied.
     """
 
     kind = "ewma"
@@ -125,7 +124,7 @@ class AveragedPolicy(OldPolicy):
         own = [weight.data for weight in self._weights]  # where they are in memory: graphs hold their addresses
         try:
             for weight, average in zip(self._weights, self._average, strict=False):  # none before an update
-                weight.data = average.to(weight.dtype)
+                weight.data = average
             return super().logprobs(batch)
         finally:
             for weight, data in zip(self._weights, own, strict=True):
@@ -135,12 +134,12 @@ class AveragedPolicy(OldPolicy):
     def after_update(self) -> None:
         self._count += 1
         if self._count == 1:
-            self._average = [weight.detach().to(torch.float32, copy=True) for weight in self._weights]
+            self._average = [weight.detach().clone() for weight in self._weights]
             return
         # (1 - beta) / (1 - beta^t) of the way to the newest: the debiased average by steps, without a division.
         share = (1 - self._decay) / (1 - self._decay**self._count)
         for average, weight in zip(self._average, self._weights, strict=True):
-            average.lerp_(weight.detach().float(), share)
+            average.lerp_(weight.detach(), share)
 
     def end_step(self, active: float) -> Mapping[str, float]:
         if active < ACTIVE_LEAST:

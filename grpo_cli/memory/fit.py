@@ -20,7 +20,6 @@ from grpo_cli.config.prepare import Prepared
 from grpo_cli.memory.out_of_memory import breakdown
 from grpo_cli.memory.plan import MemoryPlan
 from grpo_cli.memory.planner import Planner, Values, process_size, with_values
-from grpo_cli.memory.shapes import LOGITS
 from grpo_cli.settings import CHUNK, OFFLOAD, PARK, RECOMPUTE, SLOTS, STATE, TOKENS, RunSettings
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import gib, shown
@@ -39,7 +38,7 @@ _COSTS = {
     RECOMPUTE: "costs about a third of the time of updates",
     OFFLOAD: "costs copies between the GPU and the host in updates",
     PARK: "costs copies of the optimizer's state twice a step",
-    STATE: "costs updates on the CPU, and 12 bytes of its memory for each trained weight",
+    STATE: "costs updates on the CPU, and 12 to 24 bytes of its memory for each trained weight",
     "sampler": "so that rollouts can wait for a slot",
 }
 
@@ -163,16 +162,10 @@ def _with_slots(planner: Planner, room: int, may: Set[str], values: Values) -> t
 
 
 def most(planner: Planner, key: str, room: int, values: Values) -> int:
-    """Return the largest micro-batch or number of slots with which a step fits; 0 if not even one does. The graphs of a
-    GPU keep the logits of a decode step, beside those of a step that is launched."""
-    rollouts, graphs = planner.step.rollouts, key == SLOTS and planner.device.type == "cuda"
-
-    def fits(number: int) -> bool:
-        plan = planner.plan({**values, key: number})
-        return max(plan.peak, plan.bytes_of("decode") + plan["decode"][LOGITS] if graphs else 0) <= room
-
+    """Return the largest micro-batch or number of slots with which a step fits; 0 if not even one does."""
+    rollouts = planner.step.rollouts
     every = rollouts.rollouts if key == SLOTS else rollouts.tokens(planner.step.m, planner.step.shares_prompts)
-    return largest(every, fits)
+    return largest(every, lambda number: planner.plan({**values, key: number}).peak <= room)
 
 
 def largest(most: int, fits: Callable[[int], bool]) -> int:

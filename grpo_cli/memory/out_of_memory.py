@@ -10,7 +10,7 @@ import yaml
 
 from grpo_cli.config.instantiate import Factories
 from grpo_cli.config.prepare import Prepared, conflicts
-from grpo_cli.memory.plan import GRADIENTS, KV, OPTIMIZER, REFERENCE, UPDATE, WEIGHTS, WORKSPACE
+from grpo_cli.memory.plan import GRADIENTS, KV, OPTIMIZER, REFERENCE, WEIGHTS, WORKSPACE
 from grpo_cli.memory.planner import AS_IT_IS, Planner, Values, with_values
 from grpo_cli.memory.shapes import ACTIVATIONS, LOGITS
 from grpo_cli.settings import OFFLOAD, PARK, RECOMPUTE, STATE, EvalRunSettings
@@ -37,7 +37,7 @@ def breakdown(planner: Planner, values: Values = AS_IT_IS, phase: str = "") -> l
     settings, plan, less = with_values(planner.run.settings, values), planner.plan(values), _LESS
     phase = phase if phase in plan else plan.fullest
     useless = {"model.lora.rank": settings.model.adapted, "sparsity": planner.run.factories.fact("sparsity", "evicts")}
-    useless |= dict.fromkeys(_OF_GPUS if planner.device.type == "cpu" else [PARK] * (phase in UPDATE), True)
+    useless |= dict.fromkeys(_OF_GPUS if planner.device.type == "cpu" else [PARK] * planner.step.has_state(phase), True)
     if phase in ("prefill", "decode", "eval"):
         slots = "fewer sampler.slots" if "slots" in settings.parts["sampler"] else "sampler=infinite sampler.slots=16"
         makes = slots, "lower sampling.max_new_tokens"

@@ -13,8 +13,10 @@ from grpo_cli.engine.generation import PREFILL_TOKENS
 from grpo_cli.engine.kv_cache import BLOCK, KvPlan, blocks_for
 from grpo_cli.engine.samplers import Sampler
 from grpo_cli.engine.sampling import rows_at_once
+from grpo_cli.engine.sequence import bucket
 from grpo_cli.memory.shapes import ACTIVATIONS, LOGITS, ShapeModel, Sizes
 from grpo_cli.model.checkpointing import stored_bytes
+from grpo_cli.native.ops import scratch_bytes
 from grpo_cli.settings import Sampling
 from grpo_cli.support.memory import little_bytes
 from grpo_cli.types import Prompt, Request
@@ -71,6 +73,7 @@ class StepShape:
     pauses: bool = False  # sequences wait for an environment, with blocks of their own
     packed: bool = False  # weights of the engine, which matters on a CPU only
     minibatches: int = 1
+    updates: int = 1  # of a step; a parked state comes back at the end of the first
     logprobs_of: int = 0  # rollouts of each prompt in the policy's pass before updates
     reference: bool = False
     second_model: bool = True  # for the reference; else it is the model without its adapters
@@ -90,6 +93,10 @@ class StepShape:
         work, rows = self.rollouts, -(-len(self.rollouts.prompts) * self.m // self.minibatches)
         prompts = sorted(work.prompts * (1 if self.shares_prompts else self.m), reverse=True)
         return sum(prompts[:rows]) + rows * work.longest
+
+    def has_state(self, phase: str) -> bool:
+        """True if the optimizer's state is on the device in a phase also where it is parked."""
+        return phase == "optimizer" or (phase in UPDATE and self.updates > 1)
 
     def in_a_pass(self, of: int) -> int:
         """Return the tokens of the largest pass over `of` tokens."""
@@ -125,13 +132,15 @@ def plan(model: ShapeModel, step: StepShape) -> MemoryPlan:
     if step.evaluation is not None and step.sampler is not None:
         parts = _rollouts(model, step, step.sampler, step.evaluation)
         phases["eval"] = {**_fullest(*parts.values()), KV: parts["decode"][KV]}
+    scratch = scratch_bytes(max(step.rollouts.prompts) + step.rollouts.longest, model.layout.dim) * step.shares_prompts
 
     def whole(phase: str, sizes: Sizes) -> Sizes:
         kept = min(_MOST_KEPT, int(_KEPT * sum(sizes.get(kind, 0) for kind in _COME_AND_GO))) if model.on_cpu else 0
+        kept += scratch * (model.on_cpu and (phase in UPDATE or "logprobs" in phase))
         always = {
             WEIGHTS: model.weights,
             REFERENCE: model.weights if step.reference and step.second_model else 0,
-            OPTIMIZER: step.average if step.parks and phase not in UPDATE else step.optimizer,
+            OPTIMIZER: step.average if step.parks and not step.has_state(phase) else step.optimizer,
             ACTIVATIONS: model.dequantised if phase != "optimizer" else 0,
             WORKSPACE: step.workspace + kept + (_BY_ONEDNN if model.on_cpu and model.dtype == torch.bfloat16 else 0),
         }
@@ -146,8 +155,7 @@ def _fullest(*moments: Sizes) -> Sizes:
 
 def _update(model: ShapeModel, step: StepShape) -> dict[str, Sizes]:
     """Predict an update: gradients appear in the backward of its first pass and exist in later ones."""
-    every = step.tokens_of_update
-    tokens = step.in_a_pass(every)
+    tokens = step.in_a_pass(every := step.tokens_of_update)
     spares = not model.on_cpu or model.layers * stored_bytes(model.config, tokens) > little_bytes()
     lines, some = model.train_lines(step.chunk, spares), min(step.chunk, tokens)
 
@@ -177,25 +185,26 @@ def _rollouts(model: ShapeModel, step: StepShape, sampler: Sampler, work: Worklo
     """Predict prefill and decode of one `generate`; an eviction policy's statistics count as keys and values."""
     layout, policy, per_step = model.layout, step.sparsity, step.rollouts.rollouts
     cache = KvPlan.of(layout, sampler, policy, work.requests, per_step, step.prefix, step.pauses)
-    token, rows = layout.bytes_per_token, cache.slots
+    token, slots = layout.bytes_per_token, cache.slots
+    rows = slots if model.on_cpu else bucket(slots)  # graphs have few numbers of rows, and keep their logits
     remembered = 0
     if isinstance(policy, Budget):  # of those that run and those that wait
-        some = rows * (1 + step.pauses) + work.rollouts * bool(cache.prefix_blocks)
+        some = slots * (1 + step.pauses) + work.rollouts * bool(cache.prefix_blocks)
         made = statistics(policy, layout, some, (cache.own_blocks, cache.prompt_blocks), torch.device("meta"))
         remembered = sum(tensor.nbytes for tensor in made if tensor is not None)
-    read = work.rollouts if cache.prefix_blocks else rows * (1 + step.pauses)  # requests come prompt by prompt
+    read = work.rollouts if cache.prefix_blocks else slots * (1 + step.pauses)  # requests come prompt by prompt
     prompts = sorted((BLOCK * blocks_for(tokens) for tokens in work.prompts), reverse=True)[:read]
     begun = kv = cache.blocks * layout.block_bytes
     if model.on_cpu:  # where memory counts once it is written
-        own = rows * min(blocks_for(work.longest), cache.own_blocks) + cache.spare_blocks * (not step.pauses)
-        begun, kv = (min(kv, token * sum(prompts) + held * layout.block_bytes) for held in (rows, own))
+        own = slots * min(blocks_for(work.longest), cache.own_blocks) + cache.spare_blocks * (not step.pauses)
+        begun, kv = (min(kv, token * sum(prompts) + held * layout.block_bytes) for held in (slots, own))
     passed = min(max(PREFILL_TOKENS, max(prompts)), sum(prompts))
     drawn = min(rows, rows_at_once(model.vocabulary)) if model.on_cpu else rows
-    # with probabilities and their sums in float32
-    logits = model.logits_bytes(rows) + 3 * 4 * drawn * model.vocabulary
+    logits = model.logits_bytes(rows) + 3 * 4 * drawn * model.vocabulary  # probabilities and their sums: float32
+    graphs = 0 if model.on_cpu else model.logits_bytes(rows)
     layers = model.line_without_gradients
     prefill, decode = (model.copied(step.packed) + layers(model.layers, n)[ACTIVATIONS] for n in (passed, rows))
     return {
         "prefill": {KV: begun + remembered, LOGITS: logits, ACTIVATIONS: prefill + token * passed},
-        "decode": {KV: kv + remembered, LOGITS: logits, ACTIVATIONS: decode},
+        "decode": {KV: kv + remembered, LOGITS: logits + graphs, ACTIVATIONS: decode},
     }

@@ -75,6 +75,7 @@ class Planner:
             pauses=(settings.parts["task"].get("turns") or 1) > 1,
             packed=bool(settings.parts["engine"].get("packed_weights")),
             minibatches=train.minibatches,
+            updates=train.minibatches * train.epochs,
             logprobs_of=0 if correction.prox == "sampler" else passes,  # it has the sampler's own
             reference=run.rules.loss.needs_reference,
             second_model=not model.holds_reference,
@@ -173,8 +174,7 @@ def _workloads(run: Prepared[Any]) -> tuple[Workload, Workload | None]:
         examined = [len(held_out[i].token_ids) for i in range(min(settings.eval.problems, len(held_out)))]
     longest = settings.sampling.max_new_tokens
     wanted = getattr(getattr(settings, "profile", None), "eval", True) and settings.eval.every > 0
-    # one greedy, k sampled
-    exam = Workload(tuple(examined), 1 + settings.eval.k, longest) if wanted and examined else None
+    exam = Workload(tuple(examined), 1 + settings.eval.k, longest) if wanted and examined else None  # one is greedy
     return Workload(tuple(asked), settings.n, longest), exam
 
 

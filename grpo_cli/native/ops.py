@@ -164,10 +164,19 @@ def _scratch(q: Tensor, k: Tensor, trees: list[int]) -> tuple[Tensor, int, int]:
     """Return room for each thread, and the padded numbers of a head and of its keys."""
     (starts, *_), longest = _tables(tuple(trees))
     heads, dim = k.shape[1:]
-    width, length = -(-dim // _LANES) * _LANES, -(-longest // _LANES) * _LANES + _LANES
-    room = 5 * length * width + _ROWS * (2 * length + 4 * width)  # of backward, which needs more
+    width, length, room = _room(longest, dim)
     threads = min(torch.get_num_threads(), (len(starts) - 1) * heads)
     return q.new_empty(threads, room, dtype=torch.float32), width, length
+
+
+def _room(longest: int, dim: int) -> tuple[int, int, int]:
+    width, length = -(-dim // _LANES) * _LANES, -(-longest // _LANES) * _LANES + _LANES
+    return width, length, 5 * length * width + _ROWS * (2 * length + 4 * width)  # of backward, which needs more
+
+
+def scratch_bytes(longest: int, dim: int) -> int:
+    """Return the bytes of all threads' room for trees of which a token sees at most so many keys."""
+    return 4 * torch.get_num_threads() * _room(longest, dim)[2]
 
 
 def _call(name: str, trees: list[int], scale: float, q: Tensor, k: Tensor, *others: Tensor) -> None:

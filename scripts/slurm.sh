@@ -11,7 +11,7 @@
 set -u
 folder=${1:?name a folder: sbatch scripts/slurm.sh <folder> [settings of grpo train]}
 asked=
-trap 'asked=yes; kill -TERM $!' USR1 TERM # before the run starts: there is no moment without it
+trap 'asked=yes; kill -TERM ${!:-} 2>/dev/null' USR1 TERM # there may be no run yet
 grpo train "${@:2}" "hydra.run.dir='$folder'" resume=here &
 run=$!
 while kill -0 $run 2>/dev/null; do wait $run; done # a signal ends `wait`, while the run saves

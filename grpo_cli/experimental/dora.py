@@ -2,8 +2,8 @@
 2506.15707).
 
     grow      each unfinished completion by at most `every` tokens
-    count     n_i = ceil(n softmax(q / T)_i) of the n places that are left, from the best down (REBASE, arXiv
-              2408.00724); those that get none leave
+    count     n_i = ceil(n softmax(q / T)_i) from the best down, n being the places and the softmax over the completions
+              that are left (REBASE, arXiv 2408.00724); those that get none leave
     share     n_i = round(n s_i), s_i ~ softmax(q / T)_i u_i;  u_i: the i-th diagonal element of softmax(cos / 0.01) by
               rows, so that k completions in one direction have about 1/k each
     answer    when all have ended, the one with the largest sum of q
@@ -100,10 +100,12 @@ class Dora(Tree):
 
 
 def rebase(scores: Sequence[float], places: int, temperature: float) -> list[int]:
-    """Return how many places each has, from the best down, rounded up while there are any."""
+    """Return how many places each has: from the best down, its share of those that are left, rounded up."""
     shares, counts = softmax(np.array(scores) / temperature), [0] * len(scores)
-    for i in np.argsort(-shares, kind="stable"):
-        counts[i] = min(ceil(places * shares[i]), places - sum(counts))
+    order = np.argsort(-shares, kind="stable")
+    for i, left in zip(order, shares[order][::-1].cumsum()[::-1], strict=True):
+        counts[i] = ceil(places * shares[i] / left)
+        places -= counts[i]
     return counts
 
 

@@ -3,11 +3,11 @@
     grow      each unfinished completion by at most `every` tokens: a node of the tree
     choose    leaves S with the largest  sum over S of o_i - cost (nodes kept for S) / (nodes)
               + diversity (clusters in S) / (clusters);  o: REBASE's counts, over their sum
-    count     n_i = ceil(n softmax(q / T)_i) over S, from the best down (REBASE, arXiv 2408.00724)
+    count     REBASE's over S (arXiv 2408.00724, as `search=dora` has it)
     answer    when all have ended, the one with the largest sum of q
 
-Nodes are the steps from the prompt to the leaves; clusters are of the leaves' directions, by average linkage up to a
-cosine distance of 0.05. The choice is exact, by branch and bound, for at most 20 leaves. Ours: that; and q, the
+Nodes are the prompt and the steps from it to the leaves; clusters are of the leaves' directions, by average linkage up
+to a cosine distance of 0.05. The choice is exact, by branch and bound, for at most 20 leaves. Ours: that; and q, the
 directions, the equal steps and the answer, as `search=dora` has them. A completion's beginning is read again at each
 step, so that what is cut saves tokens alone.
 

@@ -23,7 +23,7 @@ from grpo_cli.settings import Samples
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.facts import facts
 from grpo_cli.support.ranges import Count
-from grpo_cli.types import Prompt, Rollout
+from grpo_cli.types import Finish, Prompt, Rollout
 
 
 @facts(one_turn=True)
@@ -53,4 +53,5 @@ class Pdr(SearchMethod):
 
     def _before(self, searching: Searching, prompt: Prompt, drafts: Sequence[Rollout]) -> Prompt:
         best = sorted(drafts, key=mean_logprob, reverse=True)[: self.keep]
-        return searching.behind(prompt, [one.token_ids[-(self.workspace // self.keep) :] for one in best])
+        texts = (one.token_ids[: len(one) - (one.finish is Finish.EOS)] for one in best)
+        return searching.behind(prompt, [text[-(self.workspace // self.keep) :] for text in texts])

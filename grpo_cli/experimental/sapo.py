@@ -48,7 +48,8 @@ class RunFolder:
         named = prompts.by_id if isinstance(prompts, MadePrompts) else {prompt.id: prompt for prompt in prompts}.get
         self._rows = list[tuple[Prompt, list[dict[str, Any]]]]()
         try:
-            rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+            with file.open(encoding="utf-8") as lines:
+                rows = [*map(json.loads, lines)]
             for (_, name), some in groupby(rows, lambda row: (row["step"], row["prompt_id"])):
                 group = [_checked(row, runtime.task.text, runtime.ends) for row in some]
                 prompt = named(str(name))

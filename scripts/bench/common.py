@@ -110,7 +110,7 @@ def in_a_process(script: str, *words: str, threads: int, folder: Path, python: s
     out = folder / "measured.json"
     out.unlink(missing_ok=True)
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
+    environment = {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": path}
     command = [python or sys.executable, script, "--child", *words, str(out)]
     done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
     if out.exists():
@@ -183,9 +183,8 @@ def told(checks: Sequence[Check]) -> list[dict[str, Any]]:
 def document(args: argparse.Namespace, *packages: str) -> dict[str, Any]:
     """What figures depend on: the settings they were asked with, and the environment. Of files and folders the name:
     where they lie concerns one machine."""
-    words = {
-        key: value.name if isinstance(value, Path) else value for key, value in vars(args).items() if key != "json"
-    }
+    asked = {key: None if value == inf else value for key, value in vars(args).items() if key != "json"}
+    words = {key: value.name if isinstance(value, Path) else value for key, value in asked.items()}
     return {"settings": words, "environment": environment(*packages)}
 
 

@@ -141,6 +141,8 @@ def train_ours(cell: Cell, args: argparse.Namespace, folder: Path) -> Run:
     if not curve:
         raise RuntimeError((folder / "log").read_text()[-2000:])
     summary = json.loads((folder / "run" / "summary.json").read_text())
+    if summary["status"] == "failed":
+        raise RuntimeError(summary["error"])
     return {"curve": curve, "peak_bytes": summary["peak_memory_bytes"]}
 
 

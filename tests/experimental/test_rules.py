@@ -216,7 +216,7 @@ def test_drafts_are_read_before_the_problem_and_the_answer_is_the_problems():
     (prompt,), engine = problems(1), Says([("3+4=8", -0.9), ("1+7=9", -0.5), ("12", -1.0)])
     reads_drafts = search("pdr", drafts=2, keep=1, rounds=1, workspace=4)
     found = reads_drafts(runtime(engine, small_model()), [prompt], Sampling.plain(12), 0)
-    draft = (*TOKENIZER("1+7=9")["input_ids"], TOKENIZER.eos_token_id)[-4:]
+    draft = TOKENIZER("1+7=9")["input_ids"][-4:]
     assert engine.read[2:] == [(*draft, *TOKENIZER("\n\n")["input_ids"], *prompt.token_ids)]
     assert found[0][0].request.prompt == prompt and found[0][0].request.sample == 2
 
@@ -225,6 +225,8 @@ def test_places_are_shared_among_likely_replies_and_directions():
     """REBASE at T = 1 of scores log 4, log 2, log 1, log 1 and 8 places: 4, 2, 1, 1. Two alike have about half each."""
     scores = [math.log(x) for x in (4, 2, 1, 1)]
     assert rebase(scores, 8, 1.0) == [4, 2, 1, 1] and rebase(scores, 3, 1.0) == [2, 1, 0, 0]
+    # 8 x .173 = 1.38 are two, 6 x .156 / .827 = 1.13 of those left are two, and less than one each of the other four
+    assert rebase([0.9 - 0.01 * i for i in range(8)], 8, 0.1) == [2, 2, 1, 1, 1, 1, 0, 0]
     alike = cosines(np.array([[1.0, 0.0], [2.0, 0.0], [0.0, 1.0]]))
     # weights 1/2, 1/2, 1 of equal scores: shares .25, .25, .5 of 3 places are .75, .75 and 1.5, the largest first
     assert shared_out([0.5] * 3, alike, 3, 1.0) == [1, 0, 2]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
@@ -13,9 +12,7 @@ from grpo_cli.collect.requests import group_rollouts, requests_for, score_all
 from grpo_cli.collect.resuming import unstarted
 from grpo_cli.engine.common import together
 from grpo_cli.interfaces import Engine, Runtime, Search, Task
-from grpo_cli.runs.files import json_line, write_atomically
-from grpo_cli.runs.layout import SAMPLES
-from grpo_cli.settings import ExamSettings, SampleSettings, Sampling, SplitExamSettings
+from grpo_cli.settings import EvalRunSettings, ExamSettings, RunSettings, SampleSettings, Sampling, SplitExamSettings
 from grpo_cli.support.errors import UserError, own_code_unless_ours
 from grpo_cli.support.facts import name_of
 from grpo_cli.support.intervals import mean_interval, pass_at_k, wilson_interval
@@ -68,23 +65,18 @@ def evaluate(
 
 
 def evaluate_with(
-    runtime: Runtime,
-    settings: ExamSettings,
-    sampling: SampleSettings,
-    seed: int,
-    split: str = "eval",
-    count: ReportProgress = uncounted,
+    runtime: Runtime, run: RunSettings | EvalRunSettings, count: ReportProgress = uncounted
 ) -> EvalResult:
-    """Evaluate by `settings`: its problems (-1: the whole split), sampled at its temperature."""
-    prompts, at = _prompts_of(runtime.task, settings, split), sampling.at(settings.temperature)
-    return evaluate(runtime.engine, runtime.task, prompts, at, settings.k, seed, count)
+    """Evaluate by the settings of a run: `eval.problems` (-1: the whole split), sampled at `eval.temperature`."""
+    prompts, at = _prompts_of(runtime.task, run.eval), run.sampling.at(run.eval.temperature)
+    return evaluate(runtime.engine, runtime.task, prompts, at, run.eval.k, run.seed, count)
 
 
 def search_with(
     runtime: Runtime, search: Search, settings: SplitExamSettings, sampling: SampleSettings, seed: int
 ) -> EvalResult:
     """Return the accuracy of what `search` answers to the same problems; nothing if it does not search."""
-    prompts = _prompts_of(runtime.task, settings, settings.split)
+    prompts = _prompts_of(runtime.task, settings)
     with own_code_unless_ours(f"search {name_of(search)}", getattr(search, "func", search)):
         found = search(runtime, prompts, sampling.at(settings.temperature), seed)
         if found is None:
@@ -101,19 +93,14 @@ def no_search(runtime: Runtime, prompts: Sequence[Prompt], sampling: Sampling, s
     """Search nothing: the plain answers are all that is evaluated."""
 
 
-def _prompts_of(task: Task, settings: ExamSettings, split: str) -> list[Prompt]:
+def _prompts_of(task: Task, settings: ExamSettings) -> list[Prompt]:
     """Return the problems of an evaluation."""
+    split = settings.split if isinstance(settings, SplitExamSettings) else "eval"
     prompts = task.prompts(split)
     if len(prompts) == 0:
         raise UserError(f"the task has no {split} prompts to evaluate on: let it give some, or train with eval.every=0")
     count = len(prompts) if settings.problems == -1 else min(settings.problems, len(prompts))
     return [prompts[i] for i in range(count)]
-
-
-def write_samples(run_dir: Path, examples: Sequence[Example]) -> None:
-    """Write the `samples.jsonl` of a run's folder."""
-    rows = (json_line(example.row()) for example in examples)
-    write_atomically(run_dir / SAMPLES, "".join(f"{row}\n" for row in rows).encode())
 
 
 def _scored(task: Task, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[ScoredGroup]:

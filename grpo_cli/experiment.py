@@ -21,12 +21,12 @@ from grpo_cli.config.prepare import Prepared, prepare
 from grpo_cli.config.recorded import checkpoint_to_resume
 from grpo_cli.engine.common import EngineParts
 from grpo_cli.engine.torch_engine import TorchEngine
-from grpo_cli.evaluate import EvalResult, evaluate_with, search_with, write_samples
+from grpo_cli.evaluate import EvalResult, evaluate_with, search_with
 from grpo_cli.interfaces import Engine, Parts, Runtime, Tracker, Warmup
 from grpo_cli.model.checks import check_vocabulary, context_of
 from grpo_cli.model.load import at_checkpoint, eos_token_ids, load_model, load_tokenizer, pad_token_id, save_pretrained
-from grpo_cli.runs.files import write_object
-from grpo_cli.runs.layout import SUMMARY
+from grpo_cli.runs.files import json_line, write_atomically, write_object
+from grpo_cli.runs.layout import SAMPLES, SUMMARY
 from grpo_cli.runs.record import code_version, read_record
 from grpo_cli.settings import EvalRunSettings, ModelSettings, RunSettings
 from grpo_cli.support.errors import UserError
@@ -109,7 +109,7 @@ def set_up(
     per_step = None
     if isinstance(settings, RunSettings):
         per_step = max_rollouts_at_once(run.rules.collector, settings.n, settings.train.prompts)
-    of_worker = partial(worker_engine, settings, eos, pad, decode, rollouts_per_step=per_step)
+    of_worker = partial(worker_engine, settings, eos, pad, decode=decode, rollouts_per_step=per_step)
     more = {"warn": warn, "decode": decode, "build": of_worker, "rollouts_per_step": per_step, **engine}
     made = make_engine(settings, run.factories, model, eos, pad, **more)
     if (stops := [*settings.sampling.stop, *getattr(task, "turn_ends", ())]) and not made.reads_stop_strings:
@@ -139,25 +139,16 @@ def make_engine(
 
 
 def worker_engine(
-    settings: RunSettings | EvalRunSettings,
-    eos: tuple[int, ...],
-    pad: int,
-    decode: Callable[..., Any],
-    model: Any,
-    **more: Any,
+    settings: RunSettings | EvalRunSettings, eos: tuple[int, ...], pad: int, model: Any, **more: Any
 ) -> Engine:
     """Build the engine of a worker of `engine=ray`."""
     parts = Factories.of({name: settings.parts[name] for name in ENGINE_PARTS})
     parts = Factories({**parts, "engine": parts.sampling_engine})
-    return make_engine(settings, parts, model, eos, pad, decode=decode, **more)
+    return make_engine(settings, parts, model, eos, pad, **more)
 
 
 def parts_of(
-    run: Prepared[Any],
-    runtime: Runtime,
-    meter: Meter,
-    say: Callable[[str], None],
-    warn: Callable[[str], None],
+    run: Prepared[Any], runtime: Runtime, meter: Meter, say: Callable[[str], None], warn: Callable[[str], None]
 ) -> Parts:
     """Build the parts of a trainer, but for its trackers."""
     settings, rules, train = run.settings, run.rules, run.settings.train
@@ -167,10 +158,8 @@ def parts_of(
     reference: Any = None
     warmup: Warmup | None = None
     if rules.loss.needs_reference:  # of the start's weights, never a checkpoint's
-        if settings.model.holds_reference:
-            reference = runtime.model
-        else:
-            reference = _load(run, settings.model).requires_grad_(False).eval()
+        held = settings.model.holds_reference
+        reference = runtime.model if held else _load(run, settings.model).requires_grad_(False).eval()
     if train.warmup == "sft":
         shown = demonstrations(settings, runtime, context_of(runtime.model.config), warn)
         warmup = sft(train.warmup_steps, train.warmup_lr, shown, train.prompts * settings.m, settings.seed)
@@ -180,16 +169,10 @@ def parts_of(
 
 def _logger(run: Prepared[Any], job_type: str, say: Callable[[str], None], warn: Callable[[str], None]) -> Tracker:
     """Build the tracker besides the run's files and the console. `job_type` is the command."""
-    settings = run.settings
-    record = read_record(Path(settings.run_dir))
-    offered = {
-        "run_dir": Path(settings.run_dir),
-        "config": asdict(settings) | {"code": code_version()},
-        "choices": {} if record is None else record.choices,
-        "job_type": job_type,
-        "say": say,
-        "warn": warn,
-    }
+    folder, config = Path(run.settings.run_dir), asdict(run.settings) | {"code": code_version()}
+    record = read_record(folder)
+    offered = {"run_dir": folder, "config": config, "choices": {} if record is None else record.choices}
+    offered |= {"job_type": job_type, "say": say, "warn": warn}
     return run.factories["logger"].make(offered)
 
 
@@ -201,9 +184,10 @@ def evaluate_model(run: Prepared[EvalRunSettings]) -> EvalResult:
     try:
         with torch.autocast(runtime.device.type, torch.bfloat16, enabled=settings.model.autocast == "bfloat16"):
             found = search_with(runtime, run.search, settings.eval, settings.sampling, settings.seed)
-            greedy = evaluate_with(runtime, settings.eval, settings.sampling, settings.seed, settings.eval.split)
+            greedy = evaluate_with(runtime, settings)
         result = EvalResult({**greedy.metrics, **found.metrics}, greedy.examples + found.examples)
-        write_samples(Path(settings.run_dir), result.examples)
+        rows = "".join(f"{json_line(example.row())}\n" for example in result.examples)
+        write_atomically(Path(settings.run_dir, SAMPLES), rows.encode())
         seconds, stats = time.perf_counter() - start, greedy.stats
         tracker.log(Record(0, result.metrics, result.examples))
         summary = {"status": "completed", "checkpoint": settings.checkpoint, "model": settings.model.path}

@@ -39,14 +39,6 @@ class Selection:
     advantages: Float[Tensor, "K *T"]
     reasons: tuple[str, ...]
 
-    @property
-    def chosen(self) -> ScoredGroup:
-        return self.group.take(self.indices)
-
-    @property
-    def trained(self) -> ScoredGroup:
-        return self.group.take([index for index, why in enumerate(self.reasons) if not why])
-
 
 def select(
     group: ScoredGroup,

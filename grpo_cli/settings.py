@@ -54,11 +54,6 @@ class SampleSettings(Strict):
     stop: tuple[Annotated[str, Field(min_length=1)], ...]
     max_turn_tokens: Count | None
 
-    @property
-    def truncated(self) -> bool:
-        """True if some tokens can never be sampled although the model gives them probability."""
-        return self.top_p < 1.0 or self.top_k > 0
-
     def at(self, temperature: float) -> Sampling:
         return Sampling(**{**asdict(self), "temperature": temperature})
 

@@ -88,20 +88,15 @@ class Trainer:
                 clear_leftovers(self._run_dir)
                 summary = self._summary(status, fault)
                 try:
-                    self._write_summary(summary)
+                    write_object(self._run_dir / layout.SUMMARY, summary)
+                except UserError as error:
+                    if fault is None:
+                        raise
+                    self._parts.warn(str(error))  # the first error is the one to raise
                 finally:  # even if the disk is full
                     for tracker in self._parts.trackers:
                         tracker.close(summary)
         return summary
-
-    def _write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write the summary. If that fails after another failure, only warn: the first error is the one to raise."""
-        try:
-            write_object(self._run_dir / layout.SUMMARY, summary)
-        except UserError as error:
-            if summary["error"] is None:
-                raise
-            self._parts.warn(str(error))
 
     def _loop(self) -> None:
         settings, progress = self._settings, self._progress
@@ -175,7 +170,7 @@ class Trainer:
             return {}
         self._learner.park()
         with parts.meter.span("eval") as count, self._learner.autocast():
-            result = evaluate_with(parts.runtime, settings.eval, settings.sampling, settings.seed, count=count)
+            result = evaluate_with(parts.runtime, settings, count)
         if isinstance(parts.runtime.task, HasMetrics):
             parts.runtime.task.take_metrics()  # a step has those of its own rollouts
         self._saver.join()  # raises the error of the save before

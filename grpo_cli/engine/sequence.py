@@ -183,14 +183,7 @@ class RunningBatch:
         """Lay out what the decoder reads and samples by for one more token of each sequence."""
         running = self.sequences
         numbers = [
-            (
-                s.tokens[s.computed - 1],
-                s.prompt_length + s.computed - 1,
-                s.held,
-                s.blocks[s.held // BLOCK],
-                s.seen,
-                s.slot,
-            )
+            (s.tokens[at := s.computed - 1], s.prompt_length + at, s.held, s.blocks[s.held // BLOCK], s.seen, s.slot)
             for s in running
         ]
         missing = 0 if self._fill is None else bucket(len(running)) - len(running)

@@ -54,7 +54,7 @@ class ServingEngine(SequenceEngine):
 
     @classmethod
     def refuses(
-        cls, sampler: Sampler, scheduler: Scheduler, predictor: Predictor, sparsity: Dense | Budget
+        cls, *, sampler: Sampler, scheduler: Scheduler, predictor: Predictor, sparsity: Dense | Budget
     ) -> Iterator[str]:
         """Yield what can be checked without a model."""
         if isinstance(sparsity, Budget):

@@ -17,11 +17,8 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from grpo_cli.engine.common import EngineParts, check_context
-from grpo_cli.engine.eviction import Budget, Dense
-from grpo_cli.engine.length_predictor import Predictor
 from grpo_cli.engine.samplers import Sampler
 from grpo_cli.engine.sampling import draw, row_sampling, uniforms
-from grpo_cli.engine.scheduling import Scheduler
 from grpo_cli.engine.sequence import Sequence
 from grpo_cli.engine.serving import Serving, ServingEngine
 from grpo_cli.interfaces import facts
@@ -49,10 +46,8 @@ class GenerateEngine(ServingEngine):
         parts.warn(f"engine=generate is slow: every completion waits for the longest of its round{apart}{better}")
 
     @classmethod
-    def refuses(
-        cls, sampler: Sampler, scheduler: Scheduler, predictor: Predictor, sparsity: Dense | Budget
-    ) -> Iterator[str]:
-        yield from super().refuses(sampler, scheduler, predictor, sparsity)
+    def refuses(cls, *, sampler: Sampler, **others: Any) -> Iterator[str]:
+        yield from super().refuses(sampler=sampler, **others)
         if sampler.refills and not sampler.all_at_once:
             name = type(sampler).__name__.lower()
             yield f"sampler={name} refills slots, which engine=generate cannot do; choose sampler=micro or sampler=full"

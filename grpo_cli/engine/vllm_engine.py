@@ -23,7 +23,7 @@ from pydantic import Field
 from grpo_cli.engine.common import EngineParts, Tally, check_context
 from grpo_cli.engine.sequence import Sequence
 from grpo_cli.engine.serving import Serving, ServingEngine
-from grpo_cli.engine.vllm_process import check_options, guest, head_sizes, only
+from grpo_cli.engine.vllm_process import BIASING, guest, head_sizes, only
 from grpo_cli.engine.vllm_served import Served
 from grpo_cli.interfaces import facts
 from grpo_cli.model.anatomy import merged_weights, unwrapped
@@ -65,7 +65,8 @@ class VllmEngine(ServingEngine):
         self._options = dict(options or {})
         own = "with a CUDA GPU, in an environment of its own"
         require("vllm", "engine=vllm", f"{own}. In a checkout: scripts/install_vllm.sh, then .venv-vllm/bin/grpo")
-        check_options(self._options)
+        if word := next(filter(BIASING.__contains__, self._options), None):
+            raise UserError(f"engine.options.{word} would bias the importance ratio: leave it out")
         self._served = Served.of(parts.model, head_sizes(self._device))
 
     def _start(self, requests: Seq[Request]) -> Mapping[str, float]:

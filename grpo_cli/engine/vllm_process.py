@@ -7,14 +7,12 @@ import os
 import random
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
-
-from grpo_cli.support.errors import UserError
 
 # Set before vLLM is imported, unless the user has.
 _ENVIRONMENT = {
@@ -45,17 +43,10 @@ def guest() -> Iterator[None]:
 
 
 # Options with which the sampler, or its log-probabilities, would not be the policy's distribution.
-_BIASING = (
+BIASING = (
     "logprobs_mode logits_processors generation_config override_generation_config kv_cache_dtype quantization "
     "speculative_config watermark_config hf_overrides"
 ).split()
-
-
-def check_options(options: Mapping[str, Any]) -> None:
-    """Raise UserError for options that would bias the importance ratio."""
-    for word in options:
-        if word in _BIASING:
-            raise UserError(f"engine.options.{word} would bias the importance ratio: leave it out")
 
 
 def head_sizes(device: torch.device) -> list[int] | None:

@@ -177,7 +177,7 @@ def measure(run: Prepared[ProfileRunSettings]) -> dict[str, Any]:
     highest = dict(peaks)
     if wanted.eval and settings.eval.every > 0:
         with meter.span("eval"), step.learner.autocast():
-            found = evaluate_with(runtime, settings.eval, settings.sampling, settings.seed)
+            found = evaluate_with(runtime, settings)
         seconds["eval"], highest["eval"] = [meter.take()["time/eval"]], peaks["eval"]
         tokens["eval"] = found.stats.generated_tokens
     names = [name for name in (*PHASES[:-1], "rest", "step", "eval") if name in seconds]

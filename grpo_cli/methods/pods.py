@@ -12,7 +12,7 @@ Measured: docs/studies.md (embedded model and 135 M).
 from __future__ import annotations
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import ScoredGroup
@@ -80,35 +80,24 @@ def _best_num_top(ordered: Float[np.ndarray, " G"], keep: int) -> int:
 
 
 def _take_ends(
-    rewards: Float[np.ndarray, " G"],
-    ordered: Float[np.ndarray, " G"],
-    num_low: int,
-    num_high: int,
-    rng: np.random.Generator,
+    rewards: Float[np.ndarray, " G"], ordered: Float[np.ndarray, " G"], low: int, high: int, rng: np.random.Generator
 ) -> Int[np.ndarray, " K"]:
-    """Return indices, ascending, of the `num_low` smallest and `num_high` largest of `rewards`, sorted in `ordered`.
+    """Return indices, ascending, of the `low` smallest and `high` largest of `rewards`, sorted in `ordered`.
 
     Everything beyond the two border values is taken; among the rewards equal to a border as many as are missing are
     drawn at random. The two borders may be one value, whose ties are then drawn from once.
     """
     taken = np.zeros(len(rewards), dtype=bool)
     missing: dict[float, int] = {}
-    if num_low:
-        border = float(ordered[num_low - 1])
+    if low:
+        border = float(ordered[low - 1])
         taken |= rewards < border
-        missing[border] = num_low - int(np.searchsorted(ordered, border, side="left"))
-    if num_high:
-        border = float(ordered[-num_high])
+        missing[border] = low - int(np.searchsorted(ordered, border, side="left"))
+    if high:
+        border = float(ordered[-high])
         taken |= rewards > border
         num_above = len(ordered) - int(np.searchsorted(ordered, border, side="right"))
-        missing[border] = missing.get(border, 0) + num_high - num_above
+        missing[border] = missing.get(border, 0) + high - num_above
     for border, count in missing.items():
-        taken |= _draw(rewards == border, count, rng)
+        taken[rng.choice(np.flatnonzero(rewards == border), count, replace=False, shuffle=False)] = True
     return np.flatnonzero(taken)
-
-
-def _draw(candidates: Bool[np.ndarray, " G"], count: int, rng: np.random.Generator) -> Bool[np.ndarray, " G"]:
-    """Draw a uniformly random subset of exactly `count` of the candidates, as a mask."""
-    drawn = np.zeros(len(candidates), dtype=bool)
-    drawn[rng.choice(np.flatnonzero(candidates), count, replace=False, shuffle=False)] = True
-    return drawn

@@ -52,15 +52,10 @@ class Correct:
     prox_window: Window
 
     def __post_init__(self) -> None:
-        refuse(
-            [
-                f"correction.{low}={smallest} must not be greater than correction.{high}={largest}"
-                for low, high in (("is_threshold_low", "is_threshold"), ("mask_low", "mask_high"))
-                if (smallest := getattr(self, low)) is not None
-                and (largest := getattr(self, high)) is not None
-                and smallest > largest
-            ]
-        )
+        text = "correction.{}={} must not be greater than correction.{}={}"
+        bounds = ("is_threshold_low", "is_threshold"), ("mask_low", "mask_high")
+        found = [(low, getattr(self, low), high, getattr(self, high)) for low, high in bounds]
+        refuse([text.format(*one) for one in found if None not in one and one[1] > one[3]])
 
     @property
     def needs_old_logprobs(self) -> bool:
@@ -82,21 +77,18 @@ class Correct:
         A row adds to the policy loss if and only if one of its weights is not 0.
         """
         log_ratio, mask = log_mismatch_ratio(batch, old_logprobs), batch.sampled_mask
-        vetoed = self._vetoed(batch, log_ratio)
+        veto = -math.inf if self.rejection == "none" else math.log(self.veto)
+        vetoed = batch.any(log_ratio < veto)  # by xi that is not clamped
         kept = mask & ~batch.per_token(vetoed) & self._in_band(log_ratio)
         weights = self._weights(batch, log_ratio).masked_fill(~kept, 0.0)
-        flags = torch.stack([batch.any(mask), vetoed, batch.any(kept), batch.any(weights != 0)], dim=1)  # a NaN counts
-        reasons = self._reasons(batch, log_ratio, flags)
+        lowest = torch.segment_reduce(log_ratio, "min", lengths=batch.lengths, unsafe=True, initial=0)
+        flags = batch.any(mask), vetoed, batch.any(kept), batch.any(weights != 0)  # a NaN counts
+        columns = (*flags, bounded_ratio(lowest), bounded_ratio(batch.sums(log_ratio)))
+        reasons = tuple(self._reason(*row) for row in zip(*(column.tolist() for column in columns), strict=True))
         return Verdict(weights, kept, reasons, mismatch_metrics(batch, log_ratio, weights, kept))
 
-    def _reasons(self, batch: Batch, log_ratio: Float[Tensor, "N"], flags: Bool[Tensor, "B 4"]) -> tuple[str, ...]:
-        """Return reasons in words for `rollouts.jsonl`; each row's flags are: answered, vetoed, left
-        and trained."""
-        lowest = torch.segment_reduce(log_ratio, "min", lengths=batch.lengths, unsafe=True, initial=0)
-        columns = flags.tolist(), bounded_ratio(lowest).tolist(), bounded_ratio(batch.sums(log_ratio)).tolist()
-        return tuple(self._reason(*row, lowest=low, product=xi) for row, low, xi in zip(*columns, strict=True))
-
-    def _reason(self, answered: bool, vetoed: bool, left: bool, trained: bool, *, lowest: float, product: float) -> str:
+    def _reason(self, answered: bool, vetoed: bool, left: bool, trained: bool, lowest: float, product: float) -> str:
+        """Return in words, for `rollouts.jsonl`, why a row adds nothing to the policy loss; empty if it adds."""
         if trained:
             return ""
         if not answered:
@@ -106,11 +98,6 @@ class Correct:
         if not left:
             return f"mask: no token with xi in [{self.mask_low}, {self.mask_high}]"
         return f"importance: no weight in [{self.is_threshold_low}, {self.is_threshold}] (product of xi {product:.2g})"
-
-    def _vetoed(self, batch: Batch, log_ratio: Float[Tensor, "N"]) -> Bool[Tensor, "B"]:
-        """Return which sequences have a token with xi, here not clamped, below `veto`."""
-        veto = -math.inf if self.rejection == "none" else math.log(self.veto)
-        return batch.any(log_ratio < veto)
 
     def _in_band(self, log_ratio: Float[Tensor, "N"]) -> Bool[Tensor, "N"]:
         ratio = bounded_ratio(log_ratio)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import numpy as np
 from jaxtyping import Float
 
+RidgeHead = Callable[[Float[np.ndarray, "R F"]], Float[np.ndarray, "R"]]  # of features: what is predicted of each row
 WIDTH = 256  # directions of wider states that are used, so that a fit takes some 20 milliseconds whatever their width
 
 
@@ -17,19 +18,6 @@ def narrowed(states: Float[np.ndarray, "N H"]) -> Float[np.ndarray, "N F"]:
     # Drawn in float64 from a fixed seed, so every run and every resumed run has the same directions.
     directions = np.random.default_rng(0).standard_normal((states.shape[1], WIDTH))
     return states @ directions / states.shape[1] ** 0.5
-
-
-@dataclass(frozen=True)
-class RidgeHead:
-    """A linear function of standardised features."""
-
-    centre: Float[np.ndarray, "F"]
-    scale: Float[np.ndarray, "F"]
-    weights: Float[np.ndarray, "F"]
-    offset: float
-
-    def __call__(self, features: Float[np.ndarray, "R F"]) -> Float[np.ndarray, "R"]:
-        return (features - self.centre) / self.scale @ self.weights + self.offset
 
 
 def fit_ridge(
@@ -54,4 +42,5 @@ def fit_ridge(
         freedom = 1 + (values / (values + shrinkage)).sum()
         errors.append(max(total - explained, 0.0) / max(1 - freedom / count, 1e-9) ** 2)
     best = count * shrinkages[int(np.argmin(errors))]
-    return RidgeHead(centre, scale, vectors @ (projected / (values + best)), offset)
+    weights = vectors @ (projected / (values + best))
+    return lambda rows: (rows - centre) / scale @ weights + offset

@@ -73,9 +73,11 @@ def step_metrics(
     progress.trained_tokens += trained.tokens
     progress.generated_rollouts += sum(len(group.rollouts) for group in scored)
     progress.trained_rollouts += sum(selection.reasons.count("") for selection in trained.selected)
+    chosen = [one.group.take(one.indices) for one in trained.selected]
+    kept = [one.group.take([i for i, why in enumerate(one.reasons) if not why]) for one in trained.selected]
     metrics = {
         **rollout_metrics(scored),
-        **kept_metrics([one.chosen for one in trained.selected], [one.trained for one in trained.selected]),
+        **kept_metrics(chosen, kept),
         **_means(trained.updates),
         **trained.sampled,
         **stats.details,

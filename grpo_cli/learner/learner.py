@@ -68,6 +68,8 @@ class Learner:
             raise UserError(f"{low[0]} would lose small updates in bfloat16: use model.dtype=float32 with it")
         self._names, self._parameters = list(trained), list(trained.values())
         self._device = self._parameters[0].device
+        if optim.offload and self._device.type == "cpu":
+            warn("optim.offload=true saves nothing on a CPU, and takes a copy of the trained weights: leave it out")
         self._forward = make_forward(model, model_settings, train, sampling.temperature, warn)
         self.native = self._forward.native
         self._span = meter.span

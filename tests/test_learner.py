@@ -73,7 +73,7 @@ def test_a_loss_is_not_called_for_a_pass_without_a_token_to_train_on():
 
 def test_a_head_with_dropout_goes_back_by_the_mask_of_its_forward_pass():
     pytest.importorskip("peft")
-    words = replace(made.model(), lora=made.lora(rank=2, dropout=0.5, targets=["lm_head"]))
+    words = replace(made.model(), lora=made.lora(rank=2, dropout=0.5, targets=("lm_head",)))
     model, ids = load_model(words, torch.device("cpu")).train(), torch.arange(2, 42)
     for weight in (weight for weight in model.parameters() if weight.requires_grad):
         weight.data += torch.randn_like(weight)

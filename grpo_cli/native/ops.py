@@ -175,7 +175,7 @@ def _room(longest: int, dim: int) -> tuple[int, int, int]:
 
 
 def scratch_bytes(longest: int, dim: int) -> int:
-    """Return the bytes of all threads' room for trees of which a token sees at most so many keys."""
+    """Return the bytes of scratch memory of all threads together, where a token attends to at most `longest` keys."""
     return 4 * torch.get_num_threads() * _room(longest, dim)[2]
 
 

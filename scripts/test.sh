@@ -4,7 +4,7 @@
 #     scripts/test.sh              every contract once, in some minutes: leaves out what pyproject.toml marks as process,
 #                                  cluster, study or matrix
 #     scripts/test.sh --all        everything: those too, a real pretrained model, the default run with 8 threads, all
-#                                  annotations checked and, on Linux, the tests of engine=vllm in .venv-vllm
+#                                  annotations checked and, on Linux, in .venv-vllm, a GPU's kernels and engine=vllm
 #     scripts/test.sh ARGUMENTS    pytest with these alone, for example: scripts/test.sh -k config
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -43,4 +43,6 @@ if ! wait "$vllm"; then
     echo "NOT RUN: the tests of engine=vllm, since vLLM could not be installed (see above)" >&2
     exit 0
 fi
+# Without a GPU its kernels are interpreted, by the Triton that vLLM brings.
+TRITON_INTERPRET=1 .venv-vllm/bin/python -m pytest -n 2 --dist worksteal -m triton tests/test_attention.py tests/test_engine.py
 exec .venv-vllm/bin/python -m pytest -n 2 --dist worksteal -m vllm tests/test_vllm.py

@@ -23,16 +23,16 @@ def collection_of(engine: Any, curriculum: Curriculum, **words: Any) -> StepColl
 
 
 class Scripted(FakeEngine):
-    """Rollouts of one token that are right or wrong as `solves` has it. The last comes first, as engines may do."""
+    """Rollouts of one token, or `reply`, right or wrong as `solves` has it. The last comes first, as engines may do."""
 
     def __init__(self, solves: Callable[[Request], bool] = lambda request: False) -> None:
-        self.solves = solves
+        self.solves, self.reply = solves, (0,)
         self.rounds: list[list[Request]] = []
         self.judged: list[Request] = []
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Rollout]:
         self.rounds.append(list(requests))
-        yield from (Rollout(request, (0,), (-1.0,), Finish.EOS) for request in reversed(requests))
+        yield from (Rollout(one, self.reply, (-1.0,) * len(self.reply), Finish.EOS) for one in reversed(requests))
 
     def prompts(self, split: str) -> Sequence[Prompt]:
         return []

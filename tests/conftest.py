@@ -95,15 +95,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch
+
+    interprets = "TRITON_INTERPRET" in os.environ and importlib.util.find_spec("triton")
     lacks = {
-        "gpu": "" if _has_gpu() else "no CUDA device, or not chosen (-m gpu)",
+        "gpu": "" if torch.cuda.is_available() else "no CUDA device, or not chosen (-m gpu)",
         "smollm2": "" if (SMOLLM2 / "model.safetensors").is_file() else f"{SMOLLM2} lacks: scripts/get_smollm2.sh",
+        "triton": "" if interprets else "no Triton, or not to be interpreted (TRITON_INTERPRET=1)",
         "vllm": "" if importlib.util.find_spec("vllm") else "vLLM is not installed (scripts/install_vllm.sh)",
     }
     for item in items:
         for name in (name for name in lacks if item.get_closest_marker(name) and lacks[name]):
             item.add_marker(pytest.mark.skip(reason=lacks[name]))
-        if item.get_closest_marker("gpu"):  # cuBLAS and the profiler warn of their own start
+        if item.get_closest_marker("gpu") or item.get_closest_marker("triton"):  # whose libraries warn
             item.add_marker(pytest.mark.filterwarnings("default"))
 
 
@@ -113,9 +117,3 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         for heads in (1, 2, 4):
             require_bits(small_model(num_key_value_heads=heads))
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()

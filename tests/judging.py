@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -68,12 +67,3 @@ class Server:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
-
-
-@contextmanager
-def serving(answer: Callable[[str], Any]) -> Iterator[Server]:
-    server = Server(answer)
-    try:
-        yield server
-    finally:
-        server.close()

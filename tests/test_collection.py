@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -67,21 +68,7 @@ def test_a_step_picks_no_problem_twice_and_no_more_than_there_are() -> None:
         assert [len(group.rollouts) for group in step_of(Scripted(), step=step).run(greedy)] == [1]
 
 
-# What a collector of one's own may do wrong
-
-
-def endless(step: StepRollouts) -> list[ScoredGroup]:
-    [prompt] = step.pick(1)
-    while True:
-        step.generate([(prompt, 1)])
-
-
-def changed(step: StepRollouts) -> list[ScoredGroup]:
-    [prompt] = step.pick(1)
-    return step.score(step.generate([(replace(prompt, token_ids=(9, 9)), 1)]))
-
-
-WRONG: Mapping[str, Any] = {
+WRONG: Mapping[str, Any] = {  # what a collector of one's own may do wrong
     "returned None: return a list": lambda step: None,
     r"returned \[\]: return a list": lambda step: [],
     "returned <generator": lambda step: (one for one in equal(step)),
@@ -91,9 +78,9 @@ WRONG: Mapping[str, Any] = {
     "returned prompt '.*' unscored:": lambda step: [replace(equal(step)[0], rewards=(Reward(1.0),))],
     r"requests \('p', 2\): give step": lambda step: step.generate([("p", 2)]),
     "or .prompt, number.": lambda step: step.generate([(step.pick(1)[0], -2)]),
-    "two prompts with the id '.*'": changed,
+    "two prompts with the id '.*'": lambda step: step.generate([(replace(step.pick(1)[0], token_ids=(9, 9)), 1)]),
     f"requests {10**15} prompts": lambda step: step.pick(10**15),
-    "has no end: it made 40 calls in one step": endless,
+    "has no end: it made 40 calls in one step": lambda step: [*map(step.generate, repeat([(step.pick(1)[0], 1)]))],
     r"raised ZeroDivisionError: .*test_collection.py, line \d+": lambda step: step.n // 0,
 }
 

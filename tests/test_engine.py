@@ -78,6 +78,20 @@ def test_a_graph_is_refused_without_a_gpu_and_for_a_model_that_waits_for_the_hos
             make_engine(model, cuda_graph=True)
 
 
+@pytest.mark.triton
+def test_a_gpu_s_steps_draw_the_tokens_that_a_cpu_s_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of Triton, interpreted, over rows that fill up a number: launched, recorded and repeated."""
+    model, requests = small_model(), some_requests(prompts=2, n=2, tokens=6)
+    plain = contents(make_engine(model, sampler=infinite(slots=3)).generate(requests))
+    monkeypatch.setattr("grpo_cli.engine.decoder.runs_triton", lambda *_: True)
+    engine, capture = make_engine(model, sampler=infinite(slots=3), native=False), Again()
+    engine._capture = lambda: capture
+    found = contents(engine.generate(requests))
+    assert capture.replayed > 2 and len(found) == 4
+    for key, (tokens, logprobs, *_) in plain.items():
+        assert found[key][0] == tokens and found[key][1] == pytest.approx(logprobs, abs=1e-5)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("sampler", [full(), micro(slots=5), infinite(slots=3)])
 @pytest.mark.parametrize("pauses", [False, True])

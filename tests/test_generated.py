@@ -97,14 +97,13 @@ def test_a_story_says_its_sum(seed: int, steps: int) -> None:
 
 
 def test_the_final_number_counts() -> None:
-    stories = task("word_problems", eval_problems=1)
-    prompt = replace(stories.prompts("eval")[0], answer="19")
+    prompt = replace(STORIES.prompts("eval")[0], answer="19")
     replies = {"12 and 7 are 19. The answer is 19.0": 1.0, "19 shells, not 12": 0.0, "190": 0.0}
     for reply, right in replies.items():
         rollout = rollout_of(prompt, reply, WORDS)
         for ended in (1.0, 0.0):
             rollout = rollout if ended else replace(rollout, finish=Finish.LENGTH)
-            assert stories.reward(prompt, rollout).parts == {"correct": right, "ended": ended}
+            assert STORIES.reward(prompt, rollout).parts == {"correct": right, "ended": ended}
 
 
 def test_a_level_is_a_number_of_things_that_happen() -> None:
@@ -136,11 +135,8 @@ NO_NUMBER = ["", "4 4", *"= 44= 044 +44 -44 4<pad>4 <eos>44 44+0 (44) 44, 14+30 
 
 
 @pytest.mark.parametrize("reply", NO_NUMBER)
-def test_anything_but_the_plain_number_earns_nothing(reply: str) -> None:
+def test_anything_but_the_plain_number_and_its_end_earns_nothing(reply: str) -> None:
     assert judge(reply, "44").total == 0.0
-
-
-def test_a_right_number_without_an_end_earns_nothing() -> None:
     assert judge("14+30=44", "44", Finish.LENGTH) == Reward(0.0, {"correct": 0.0}, weights={"correct": 1.0})
 
 

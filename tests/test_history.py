@@ -12,16 +12,11 @@ from grpo_cli.history import KEPT, UNSEEN, History, Visit
 COUNTS = st.lists(st.integers(1, 9).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))), max_size=12)
 
 
-def visited(counts: list[tuple[int, int]]) -> History:
-    history = History()
-    for step, (solved, tried) in enumerate(counts):
-        history.observe(step, [group_of(problems(1)[0], solved, tried)])
-    return history
-
-
 @given(counts=COUNTS, decay=st.floats(0, 1), prior=st.floats(0.01, 5))
 def test_figures_are_those_of_the_last_visits(counts, decay, prior):
-    history, last = visited(counts), counts[-KEPT:]
+    history, last = History(), counts[-KEPT:]
+    for step, (solved, tried) in enumerate(counts):
+        history.observe(step, [group_of(problems(1)[0], solved, tried)])
     weights = [decay**age for age in reversed(range(len(last)))]
     a, b = history.beta("q0", decay, prior)
     assert a == pytest.approx(prior + sum(w * solved for w, (solved, _) in zip(weights, last, strict=True)))

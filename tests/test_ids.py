@@ -20,21 +20,18 @@ A, B = Prompt("a", (5, 6, 7), "x"), Prompt("b", (8, 9), "y")
 OTHER_A = Prompt("a", (9, 8, 4), "z")
 
 
-def test_a_list_of_prompts_with_an_id_twice_is_refused_before_the_first_rollout():
+def test_prompts_with_an_id_twice_and_one_without_tokens_are_refused_before_the_first_rollout():
     """At a run's start; and by an evaluation, also of prompts that are made when they are looked up."""
     for prompts in ([A, B, OTHER_A], (A, B, OTHER_A)):
         with pytest.raises(UserError, match=r"'a' is the id of two of the prompts to train on"):
             Epochs(prompts, per_step=1, seed=0)
     Epochs([A, B, replace(OTHER_A, id="c")], per_step=1, seed=0)
+    with pytest.raises(UserError, match="'c' has no tokens"):
+        Epochs([A, replace(B, id="c", token_ids=())], per_step=1, seed=0)
     task = made.task("arithmetic", load_tokenizer(made.model()))
     for some in ([A, OTHER_A], MadePrompts([B, A, A].__getitem__, 3)):
         with pytest.raises(UserError, match="'a' is the id of two"):
             evaluate(FakeEngine(), task, some, Sampling.plain(128), k=2, seed=0)
-
-
-def test_a_prompt_without_tokens_is_refused():
-    with pytest.raises(UserError, match="'c' has no tokens"):
-        Epochs([A, replace(B, id="c", token_ids=())], per_step=1, seed=0)
 
 
 def test_the_engine_refuses_two_prompts_of_one_id_and_takes_equal_ones_for_one():

@@ -58,11 +58,6 @@ def test_the_gradient_that_the_optimizer_gets_is_bounded_and_the_metric_is_not()
     assert first == second > 1.0, "none is left over from the update before"
 
 
-def test_a_group_whose_advantages_are_all_negative_has_a_gradient():
-    batch = replace(make_batch(), advantages=torch.full((3,), -1.0))
-    assert make_learner(small_model(), made.loss()).update(batch, 0).stepped
-
-
 def test_a_loss_is_not_called_for_a_pass_without_a_token_to_train_on():
     batch, called = make_batch(), list[int]()
     loss = lambda logprobs, part, _: (called.append(int(part.loss_mask.sum())), steep(logprobs, part, _))[1]  # noqa: E731

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from judging import Server, said, serving
+from judging import Server, said
 from typed import json_lines
 
 from grpo_cli.config.compose import settings_of
@@ -31,8 +31,8 @@ def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    with serving(by_length) as found:
-        yield found
+    yield (found := Server(by_length))
+    found.close()
 
 
 def by_length(question: str) -> str:

@@ -32,13 +32,6 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def one_forward(model: Any, prompt: list[int], reply: tuple[int, ...]) -> torch.Tensor:
-    """The logits of `transformers` after the prompt and after each token of the reply but the last, with no cache."""
-    with torch.no_grad():
-        logits: torch.Tensor = model(torch.tensor([[*prompt, *reply[:-1]]]), use_cache=False).logits
-    return logits[0, len(prompt) - 1 :]
-
-
 @pytest.mark.parametrize(("family", "config"), CASES, ids=str)
 def test_every_step_has_the_logits_of_transformers(family, config, monkeypatch):
     model = small_model(family, **config)
@@ -55,7 +48,9 @@ def test_every_step_has_the_logits_of_transformers(family, config, monkeypatch):
     request = Request(Prompt("p", tuple(prompt), ""), 0, seed_of(0), Sampling.plain(40))
     (rollout,) = make_engine(model, eos_token_ids=()).generate([request])  # no end: all forty steps are made
     assert len(rollout) == 40
-    expected = one_forward(model, prompt, rollout.token_ids)
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *rollout.token_ids[:-1]]]), use_cache=False).logits
+    expected = logits[0, len(prompt) - 1 :]
     torch.testing.assert_close(torch.stack(made[: len(expected)]), expected, atol=3e-5, rtol=1e-5)
 
 

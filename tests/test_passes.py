@@ -96,9 +96,9 @@ def test_micro_batches_take_each_row_once_and_keep_to_the_budget(tokens):
 
 @pytest.mark.parametrize("name", ["grpo", "gspo", "cispo"])
 def test_an_update_is_the_same_packed_or_padded_and_with_groups_without_an_advantage_forward_alone(name, monkeypatch):
-    """Of four groups two have none; in the third, which has, one row has none. Metrics are of all tokens."""
+    """Of four groups two have none, one a negative one; in the third one row has none. Metrics are of all tokens."""
     batch = make_batch(UNEVEN)
-    rows = torch.tensor([0.0] * 4 + [1.0] + [1.5, 0.0, -2.0] + [0.0] * 2)
+    rows = torch.tensor([0.0] * 4 + [-1.0] + [1.5, 0.0, -2.0] + [0.0] * 2)
     batch = replace(batch, advantages=batch.per_token(rows), old_logprobs=torch.full(batch.weights.shape, -3.0))
     found = list[Any]()
     for packs, skips in product((True, False), repeat=2):

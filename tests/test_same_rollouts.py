@@ -92,11 +92,6 @@ def by(**parts: Callable[[], Any]) -> Way:
     return lambda make, requests: make(**{name: new() for name, new in parts.items()}).generate(requests)
 
 
-def each_alone(make: Make, requests: Sequence[Request]) -> Iterator[Rollout]:
-    for request in requests:
-        yield from make().generate([request])
-
-
 def with_prompts_read_in_parts(make: Make, requests: Sequence[Request]) -> Iterable[Rollout]:
     with patch.object(generation, "PREFILL_TOKENS", 64):
         yield from make().generate(requests)
@@ -129,7 +124,7 @@ PREFIX: dict[str, Callable[[], Any]] = dict(
 )
 FORGETFUL: dict[str, Callable[[], Any]] = dict(sampler=lambda: infinite(slots=3), predictor=Forgetful)
 WAYS: dict[str, Way] = {
-    "each alone": each_alone,
+    "each alone": lambda make, requests: (one for request in requests for one in make().generate([request])),
     "rounds": by(sampler=lambda: micro(slots=5)),
     "continuous": by(sampler=lambda: infinite(slots=7)),
     "in any order, one at a time": by(**FORGETFUL | {"scheduler": AnyOrder, "sampler": lambda: infinite(slots=1)}),

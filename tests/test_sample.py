@@ -20,13 +20,6 @@ def table(way: str, *words: Sampling) -> RowSampling:
     return row_sampling(words, torch.device("cpu"), way == "C")
 
 
-def in_blocks() -> torch.Tensor:
-    """600 tokens are two blocks and a rest: 100, 255, 256 and 590 have a quarter each."""
-    logits = torch.full((600,), -INF)
-    logits[[100, 255, 256, 590]] = 0.0
-    return logits
-
-
 E, QUARTERS = 2**-53, [0.0, 0.25 - 2**-53, 0.25, 0.5 - 2**-53, 0.5, 0.75 - 2**-53, 0.75, 1 - 2**-53]
 
 
@@ -39,7 +32,9 @@ E, QUARTERS = 2**-53, [0.0, 0.25 - 2**-53, 0.25, 0.5 - 2**-53, 0.5, 0.75 - 2**-5
          [0.5, 0.5, 0.25, 0.25, 0.25, 0.25]),
         # A number on a border belongs to the token above it, and none to a token whose share is empty.
         (torch.tensor([-INF, 0.0, -INF, 0.0, -INF]), [0.0, 0.5 - E, 0.5, 1 - E], [1, 1, 3, 3], [0.5] * 4),
-        (in_blocks(), QUARTERS, [100, 100, 255, 255, 256, 256, 590, 590], [0.25] * 8),
+        # 600 tokens are two blocks and a rest: 100, 255, 256 and 590 have a quarter each.
+        (torch.full((600,), -INF).index_fill(0, torch.tensor([100, 255, 256, 590]), 0.0), QUARTERS,
+         [100, 100, 255, 255, 256, 256, 590, 590], [0.25] * 8),
     ],
 )  # fmt: skip
 def test_each_token_comes_out_for_its_own_share_of_the_unit_interval(

@@ -15,12 +15,11 @@ import torch
 from small import FakeEngine, make_engine, small_model
 from test_train import CountTask, Recorder, make_trainer, same, settings_for, with_sampler_off_by
 
-from grpo_cli.interfaces import StepRollouts
 from grpo_cli.learner.forward import padded
 from grpo_cli.methods import pods
 from grpo_cli.rules import downsample
 from grpo_cli.settings import EvalSettings, RecordSettings, RunSettings, Sampling
-from grpo_cli.types import Batch, LossOutput, Prompt, Record, Request, Reward, Rollout, ScoredGroup, Totals
+from grpo_cli.types import Batch, LossOutput, Record, Request, Reward, ScoredGroup, Totals
 
 NONE, TIS = made.correction(), made.correction(importance="token", is_threshold=2.0)
 SPARSE_RL = made.correction(importance="token", is_threshold=1.5, rejection="veto", veto=1e-4)
@@ -62,11 +61,6 @@ def said_by(model: Any, batch: Batch, temperature: float = 1.0) -> torch.Tensor:
 def close(found: torch.Tensor | None, expected: torch.Tensor) -> bool:
     assert found is not None
     return torch.allclose(found, expected, atol=1e-5, rtol=0)
-
-
-def sample_numbers(group: ScoredGroup, kept: Sequence[int]) -> torch.Tensor:
-    """Advantages that tell the rows of a batch: 1, 2, 3, ... within each group."""
-    return torch.arange(1.0, 1 + len(kept))
 
 
 @pytest.mark.parametrize(("m", "correction"), [(4, NONE), (2, TIS), (2, SPARSE_RL)], ids=["none", "tis", "sparse_rl"])
@@ -112,7 +106,7 @@ def test_weights_mask_and_rejections_of_a_correction_reach_the_loss(tmp_path):
     spy, model = Spy(), small_model()
     engine = with_sampler_off_by(model, lambda rollout: -2.0 if rollout.request.sample == 2 else 0.5)
     parts: dict[str, Any] = dict(correction=made.correction(importance="token", is_threshold=1.5, mask_high=3.0))
-    parts |= dict(engine=engine, loss=spy, advantage=sample_numbers)
+    parts |= dict(engine=engine, loss=spy, advantage=lambda group, kept: torch.arange(1.0, 1 + len(kept)))
     make_trainer(quiet(tmp_path), model=model, **parts).fit()
     (batch,) = spy.batches
     first = batch.running(batch.response_mask) == 1
@@ -144,15 +138,12 @@ def test_the_mismatch_is_of_the_rollouts_that_a_pass_is_made_over(tmp_path, corr
     assert metrics["mismatch/ratio_min"] == pytest.approx(np.exp(lowest), abs=1e-3)
 
 
-def two_four_and_six(step: StepRollouts) -> list[ScoredGroup]:
-    return step.score(step.generate(zip(step.pick(3), (2, 4, 6), strict=True)))
-
-
 @pytest.mark.parametrize(("count_by", "rows"), [("rollout", (1.0, 1.0, 1.0)), ("prompt", (2.0, 1.0, 2 / 3))])
 def test_each_problem_has_the_same_share_of_the_loss_whatever_its_number_of_rollouts(tmp_path, count_by, rows):
     """Groups of 2, 4 and 6, 4 in the mean: rows of 4/2, 4/4 and 4/6, which make 4 for each problem and 12 in all."""
     spy = Spy()
-    make_trainer(quiet(tmp_path, count_by=count_by), loss=spy, collector=two_four_and_six).fit()
+    collector = lambda step: step.score(step.generate(zip(step.pick(3), (2, 4, 6), strict=True)))  # noqa: E731
+    make_trainer(quiet(tmp_path, count_by=count_by), loss=spy, collector=collector).fit()
     (seen,) = spy.batches
     of_rows = seen.sums(seen.weights) / seen.sums(seen.response_mask)
     torch.testing.assert_close(seen.weights, seen.per_token(of_rows) * seen.response_mask)
@@ -177,19 +168,13 @@ class Asked(FakeEngine):
         return self._inner.stats()
 
 
-class OneNamed(CountTask):
-    """A task whose held-out problems have the names of those that are trained on."""
-
-    def prompts(self, split: str) -> Any:
-        return [Prompt(f"p{i}", (2 + i % 5, 3 + i % 7, 9), "7") for i in range(12)]
-
-
 def test_a_request_s_seed_is_of_its_step_or_of_its_evaluation_alone(tmp_path):
     """All twelve prompts come in each step, and are held out too: nothing but the step tells the requests apart."""
-    model = small_model()
+    model, task = small_model(), CountTask()
+    task.prompts = lambda split: CountTask().prompts("train")
     engine, exam = Asked(model), EvalSettings(every=3, problems=12, k=4, temperature=0.5)
     settings = replace(settings_for(tmp_path, steps=3, prompts=12), eval=exam)
-    make_trainer(settings, model=model, engine=engine, task=OneNamed()).fit()
+    make_trainer(settings, model=model, engine=engine, task=task).fit()
     before, *steps, after = engine.calls
     assert [len(call) for call in engine.calls] == [60, 48, 48, 48, 60]
     assert [request.seed for request in before] == [request.seed for request in after]
@@ -223,17 +208,13 @@ def test_metrics_of_the_loss_are_means_over_updates(tmp_path):
 MASKED = made.correction("mis", importance="sequence")  # one token has a xi of exp(-20)
 
 
-class SecondIsWorst(CountTask):
-    def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
-        return Reward(0.0 if rollout.request.sample == 1 else 1.0 + rollout.request.sample)
-
-
 def ran(folder: Path, m: int = 4, train: Mapping[str, Any] | None = None, **parts: Any) -> tuple[Record, Spy]:
     """One step of three problems with four rollouts each; of samples 1 the sampler is off by 20 in a token."""
-    recorder, spy, model = Recorder(), Spy(), small_model()
+    recorder, spy, model, task = Recorder(), Spy(), small_model(), CountTask()
+    task.reward = lambda prompt, rollout: Reward((1.0, 0.0, 3.0, 4.0)[rollout.request.sample])
     engine = with_sampler_off_by(model, lambda rollout: 20.0 if rollout.request.sample == 1 else 0.0)
     settings = replace(quiet(folder, **(train or {})), record=RecordSettings(rollouts=-1, tokens=False), m=m)
-    parts = dict(engine=engine, task=SecondIsWorst(), trackers=(recorder,), loss=spy) | parts
+    parts = dict(engine=engine, task=task, trackers=(recorder,), loss=spy) | parts
     trainer = make_trainer(settings, model=model, **parts)
     trainer._learner.updates = 10
     trainer.fit()
@@ -287,17 +268,6 @@ def test_a_rollout_whose_advantage_is_0_is_trained_on(tmp_path, number):
     assert record.metrics["tokens/trained"] == sum(row.length for row in record.examples)
 
 
-class Equal(CountTask):
-    """Every rollout of the first `steps` steps, of 12 each, earns the same."""
-
-    def __init__(self, steps: int) -> None:
-        self._left = 12 * steps
-
-    def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
-        self._left -= 1
-        return Reward(0.3) if self._left >= 0 else super().reward(prompt, rollout)
-
-
 def decaying(folder: Path, **train: Any) -> RunSettings:
     settings = quiet(folder, **train)
     return replace(settings, optim=replace(settings.optim, weight_decay=0.1))
@@ -309,7 +279,9 @@ def test_a_step_of_equal_rewards_is_as_if_it_had_not_been(tmp_path):
     kept: list[dict[str, torch.Tensor]] = [copy.deepcopy(dict(model.state_dict()))]
     recorder._on_log = lambda record: kept.append(copy.deepcopy(dict(model.state_dict())))
     settings, updated = decaying(tmp_path, steps=3, epochs=2, minibatches=2), list[int]()
-    trainer = make_trainer(settings, model=model, task=Equal(2), trackers=(recorder,))
+    task, equal = CountTask(), iter([Reward(0.3)] * 24)  # of the first two steps
+    task.reward = lambda *of: next(equal, None) or CountTask.reward(task, *of)
+    trainer = make_trainer(settings, model=model, task=task, trackers=(recorder,))
     trainer._parts.runtime.engine.update_weights = lambda: updated.append(trainer._progress.step)
     summary = trainer.fit()
     assert updated == [2], "an engine gets weights that have moved, and no others"

@@ -44,12 +44,6 @@ def start(cwd: Path, *arguments: str) -> Forked:
     return Forked("train", "-m", *arguments, cwd=cwd, env={"PYTHONPATH": str(ROOT)}, joined=False)
 
 
-def job_process(launcher: Forked, folder: Path) -> psutil.Process:
-    """The process that trains in this folder."""
-    (one,) = (one for one in psutil.Process(launcher.pid).children() if any(str(folder) in w for w in one.cmdline()))
-    return one
-
-
 def steps(folder: Path) -> list[int]:
     path = folder / "metrics.jsonl"
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
@@ -64,7 +58,9 @@ def test_a_sweep_survives_a_killed_job_and_is_finished_by_resuming_it(tmp_path):
     while len(steps(folders[0])) <= 2:
         assert process.poll() is None, process.communicate()
         time.sleep(0.02)
-    job_process(process, folders[0]).kill()
+    children = psutil.Process(process.pid).children()
+    (job,) = (one for one in children if any(str(folders[0]) in word for word in one.cmdline()))
+    job.kill()
     output, errors = process.communicate()
     assert (process.returncode, errors) == (1, ""), "one job has failed"
     assert "job 1  m=4: skipped  m=4 must not be more than n=2" in output and "2 jobs: 1 failed, 1 skipped" in output

@@ -155,13 +155,10 @@ def test_a_summary_has_the_first_and_the_last_accuracy_and_no_time_of_evaluation
 
 def test_a_fault_of_a_part_is_no_damage_of_the_checkpoint(tmp_path):
     make_trainer(settings_for(tmp_path, steps=2)).fit()
-
-    class Faulty(FakeEngine):
-        def load_state_dict(self, state: Any) -> None:
-            raise KeyError("a fault")
-
+    faulty = FakeEngine()
+    faulty.load_state_dict = lambda state: {}["a fault"]
     with pytest.raises(KeyError, match="a fault"):
-        make_trainer(settings_for(tmp_path), checkpoint=newest(tmp_path), engine=lambda model: Faulty())
+        make_trainer(settings_for(tmp_path), checkpoint=newest(tmp_path), engine=faulty)
 
 
 def with_sampler_off_by(model: Any, shift: Callable[[Rollout], float]) -> Any:

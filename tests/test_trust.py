@@ -17,7 +17,6 @@ from grpo_cli.config.trust import taken
 from grpo_cli.support.errors import UserError
 from grpo_cli.sweep.resume import started_with
 
-COPY = "logger._target_=shutil.copyfile"
 MODULE = """
 import shutil
 from shutil import copyfile
@@ -108,7 +107,7 @@ def test_values_choices_of_ours_and_code_of_one_s_own_are_taken_as_they_are(here
 
 def test_a_typed_value_or_choice_replaces_what_is_not_taken(here: Path) -> None:
     for typed in ("logger._target_=mine.Tracker", "logger=jsonl"):
-        assert taken([COPY], [typed], here / typed) == []
+        assert taken(["logger._target_=shutil.copyfile"], [typed], here / typed) == []
 
 
 def test_a_file_is_not_overwritten_by_resuming_a_folder(here: Path) -> None:

@@ -88,9 +88,7 @@ _SCHEMA = (
 )
 
 
-@torch.library.custom_op(
-    "grpo_cli::paged_attention", mutates_args=("keys", "values"), device_types="cuda", schema=_SCHEMA
-)
+@torch.library.custom_op("grpo_cli::paged_attention", mutates_args=("keys", "values"), schema=_SCHEMA)
 def triton_attention(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, own: Tensor, held: Tensor, write_at: Tensor,
     prompt: Tensor, seen: Tensor, scale: float,

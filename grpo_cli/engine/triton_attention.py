@@ -75,9 +75,9 @@ def _paged(q, k, v, keys, values, page, own_pages, own_levels, held, write_at,
         tl.store(at, (found / total[:, None]).to(out.dtype.element_ty), mask=inside)
     else:
         place = (row * H * G + head * G + group) * SPLITS + part
-        level = tl.where(total > 0, top + tl.log2(total), float("-inf"))
-        tl.store(levels + place, level, mask=group < G)
-        tl.store(out + place[:, None] * D + dims[None, :], found / tl.maximum(total, 1e-30)[:, None], mask=inside)
+        total = tl.maximum(total, 1e-30)  # 0 without keys, where `top` is -inf
+        tl.store(levels + place, top + tl.log2(total), mask=group < G)
+        tl.store(out + place[:, None] * D + dims[None, :], found / total[:, None], mask=inside)
 
 
 @triton.jit

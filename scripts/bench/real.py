@@ -244,7 +244,8 @@ def main(words: Sequence[str] | None = None) -> int:
     rounds = {t: {arm: line.rounds or line.reason for arm, line in lines.items()} for t, lines in groups.items()}
     whole = [title for title, lines in groups.items() if lines["ours"].rounds and not args.quick]
     wanted = [check for title in whole for check in wanted_of(groups, title)]
-    return finish(args, {"rounds": rounds}, wanted, "trl")
+    unmeasured = any(not lines["ours"].rounds for lines in groups.values())
+    return max(int(unmeasured), finish(args, {"rounds": rounds}, wanted, "trl"))
 
 
 def child(name: str, case: str, out: str) -> None:

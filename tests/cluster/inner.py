@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from contextlib import nullcontext
 from typing import Any
 
 import made
@@ -16,12 +15,6 @@ from grpo_cli.config.instantiate import ready
 from grpo_cli.support.errors import UserError
 
 
-def slowed(seconds: float, name: str) -> AbstractContextManager[None]:
-    """Let every decode step take some time, so that there is some to kill a worker in."""
-    time.sleep(seconds)
-    return nullcontext()
-
-
 def build(
     model: Any, *, warn: Any, scheduler: str, predictor: Any, seconds: float = 0.0, fails: str = "", dies: bool = False
 ) -> Any:
@@ -29,7 +22,7 @@ def build(
     if fails:
         raise UserError(fails) if fails.startswith("lower") else RuntimeError(fails)
     parts = {"scheduler": ready("scheduler", scheduler), "predictor": predictor()}
-    span = partial(slowed, seconds)
+    span = lambda name: time.sleep(seconds) or nullcontext()  # noqa: E731  # of a decode step: to kill a worker in
     engine = make_engine(model, sampler=made.infinite(slots=2), span=span, warn=warn, **parts)
     if dies:
         engine.generate = lambda requests: os.kill(os.getpid(), signal.SIGKILL)

@@ -111,6 +111,9 @@ class Known(Scripted):
     def text(self, token_ids: Sequence[int]) -> str:
         return " ".join(map(str, token_ids))
 
+    def solution(self, prompt: Prompt) -> Sequence[int]:
+        return range(1, 11)
+
 
 def test_groups_of_another_run_are_trained_on_with_its_log_probabilities(tmp_path):
     base = {"step": 1, "prompt_id": "q0", "prompt": "0", "reply": "5 9", "finish": "eos", "parts": {}}
@@ -128,25 +131,12 @@ def test_groups_of_another_run_are_trained_on_with_its_log_probabilities(tmp_pat
     assert [group.prompt.id for group in collection.finished_groups] == ["q1"]
 
 
-class Solving(Known):
-    def solution(self, prompt: Prompt) -> Sequence[int]:
-        return range(1, 11)
-
-
-class Going(Scripted):
-    """Replies of three more tokens; sample 0 of p0 is right, and so is what begins with tokens."""
-
-    def generate(self, requests: Sequence[Request]) -> Any:
-        self.rounds.append(list(requests))
-        for request in requests:
-            yield Rollout(request, (7, 7, 9), (-1.0,) * 3, Finish.EOS)
-
-
 def test_the_harder_a_problem_is_the_more_of_its_solution_is_given():
     """Of two plain replies each, one to p0 is right and none to p1: 0.4 and 0.8 of 10 tokens for the other two."""
     rule = make("collector", made.part("collector", "hint", noise=0.0))
-    rule.setup(replace(BENCH, task=Solving()))
-    engine = Going(lambda r: r.prompt.id == "q0" and r.sample == 0)
+    rule.setup(replace(BENCH, task=Known()))
+    engine = Scripted(lambda r: r.prompt.id == "q0" and r.sample == 0)
+    engine.reply = (7, 7, 9)
     groups = collection_of(engine, InOrder(problems(2)), n=4, prompts=2, sampling=Sampling.plain(30)).run(rule)
     assert [[num_given(one) for one in group.rollouts] for group in groups] == [[0, 0, 4, 4], [0, 0, 8, 8]]
     assert groups[0].rollouts[2].token_ids == (1, 2, 3, 4, 7, 7, 9)
@@ -205,20 +195,14 @@ def test_long_problems_are_set_aside_and_come_together_worked_by_hand():
 def test_a_load_is_trained_on_from_its_shortest_to_its_longest_before_the_next_begins():
     """Three steps of two problems: p0 and p3, p4 and p1, p2 and p5. Then the next load."""
     lengths = {"q0": 1, "q1": 7, "q2": 9, "q3": 2, "q4": 5, "q5": 12} | {f"q{place}": place for place in range(6, 12)}
-    engine, rule, curriculum = Continued(lengths), Sorted(loads=3), OnceInOrder(problems(12))
+    engine = ByLength(lambda r: lengths[r.prompt.id.partition("+")[0]] - r.resumed_tokens)  # of whole rollouts
+    rule, curriculum = Sorted(loads=3), OnceInOrder(problems(12))
     trained = []
     for step in range(4):
         groups = collection_of(engine, curriculum, n=1, prompts=2, step=step, version=step).run(rule)
         trained.append({group.prompt.id for group in groups})
     assert trained == [{"q0", "q3"}, {"q4", "q1"}, {"q2", "q5"}, {"q6", "q7"}]
     assert [len(group.rollouts[0]) for group in held_of(rule)] == [7] * 4, "as far as the longest that ended"
-
-
-class Continued(ByLength):
-    """Lengths are of the whole rollout, also where it goes on."""
-
-    def __init__(self, lengths: dict[str, int]) -> None:
-        super().__init__(lambda request: lengths[request.prompt.id.partition("+")[0]] - request.resumed_tokens)
 
 
 def test_the_shortest_are_kept_and_of_equally_long_ones_the_likeliest():

@@ -116,7 +116,7 @@ class Trainer:
                 self._stop.may_leave = True
                 try:
                     record = self._step.run(progress.step, progress)
-                except UserError:
+                except Exception:
                     unchanged, self._stop.may_leave = self._stop.may_leave, False
                     if unchanged:
                         self._save_last(state)

@@ -80,9 +80,14 @@ def test_what_shapes_alone_decide_has_the_bytes_that_one_counts_by_hand():
     policies = (ready("sparsity", name, budget=8, window=3) for name in ("snapkv", "streaming"))
     scored, latest = (planned(sparsity=policy)["decode"][KV] for policy in policies)
     assert scored - latest == 4 * 3 * 2 * 4 * (4 * 4), "a row's last three queries, two to a key-value head"
-    # Of 4 rows: logits, and two numbers for each in float32 (three for drawing). A GPU's graphs have 16 rows at least.
-    logits = [planned(device)["decode"][LOGITS] for device in (CPU, GPU)]
-    assert found["ref_logprobs"][LOGITS] == 4 * 20 * (4 + 8) and logits == [4 * 20 * (4 + 12), 16 * 20 * (2 * 4 + 12)]
+    # Of 4 rows: logits, and two numbers for each in float32 (three for drawing). A GPU's graphs have 16 rows at least,
+    # and keep their memory beside a prefill, and beside a step of half as many rows.
+    logits = [planned(device)[phase][LOGITS] for phase in ("prefill", "decode") for device in (CPU, GPU)]
+    few, rows = 4 * 20 * (4 + 12), 16 * 20 * (4 + 12)
+    assert found["ref_logprobs"][LOGITS] == 4 * 20 * (4 + 8) and logits == [few, 2 * rows, few, 3 * rows // 2]
+    # The attention that keys receive is PyTorch's on a GPU: 8 bytes of each number of the 16 rows' 8 + 16 keys.
+    latest, received = (planned(sparsity=ready("sparsity", name, budget=8, window=3)) for name in ("streaming", "h2o"))
+    assert received["decode"][ACTIVATIONS] - latest["decode"][ACTIVATIONS] == 8 * 16 * 4 * (8 + 16)
     # A small model's weights are joined on a CPU, and a parked optimizer is not there before the update.
     on_cpu, on_gpu = (plan(shapes(device), step().with_n(8))["decode"][ACTIVATIONS] for device in (CPU, GPU))
     assert on_cpu - on_gpu == 4 * (LINEAR + 160)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import made
 import numpy as np
@@ -274,9 +275,15 @@ def test_what_a_signal_cut_short_continues_as_if_there_had_been_none(tmp_path):
 
 
 def test_an_error_in_a_step_loses_none_of_those_before_it(tmp_path):
-    with pytest.raises(UserError):
-        make_trainer(settings_for(tmp_path), task=After(9 + 12 + 2, lambda: 1 / 0)).fit()
-    assert newest(tmp_path).name == "step_000001"
+    def fails(model):  # in the rollouts of step 2
+        engine, generate = make_engine(model), Mock(side_effect=[None, None, torch.OutOfMemoryError])
+        made, engine.generate = engine.generate, lambda *of, **words: generate() or made(*of, **words)
+        return engine
+
+    for error, parts in ((UserError, {"task": After(9 + 12 + 2, lambda: 1 / 0)}), (RuntimeError, {"engine": fails})):
+        with pytest.raises(error):
+            make_trainer(settings_for(tmp_path / error.__name__), **parts).fit()
+        assert newest(tmp_path / error.__name__).name == "step_000001"
 
 
 def test_a_run_that_went_back_and_died_before_it_saved_goes_on_from_there(tmp_path):

@@ -7,8 +7,10 @@ PyTorch's operations, which run anywhere. The first and the last also return the
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable
 from importlib.util import find_spec
+from shutil import which
 
 import torch
 from torch import Tensor
@@ -78,7 +80,10 @@ def runs_triton(device: torch.device, dim: int) -> bool:
         return False
     if not torch.cuda.is_available():  # tensors without memory
         return True
-    return find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)
+    compiles = find_spec("triton") and (
+        which(os.environ.get("CC") or "gcc") or which("clang")
+    )  # Triton's launcher is C
+    return bool(compiles) and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 # Spelt out, since PyTorch reads no annotations of a function that checks its own (jaxtyping's hook).

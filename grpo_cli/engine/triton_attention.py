@@ -39,12 +39,15 @@ def _attend(q, keys, values, pages, page, low, high, head, top, total, out, scal
     return top, total, out
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["own_pages", "held", "write_at", "prompt_pages", "prompt_held"])
 def _paged(q, k, v, keys, values, page, own_pages, own_levels, held, write_at,
            prompt_pages, prompt_levels, prompt_held, out, levels, q_row, k_row, v_row, scale,
            H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
            SPLITS: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
-    """Attend to part of the keys of a row and head; the first part writes and reads the new key."""
+    """Attend to part of the keys of a row and head; the first part writes and reads the new key.
+
+    Tables lie one behind the other in one tensor, aligned by chance: each new case would be compiled while decoding.
+    """
     row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     group, dims = tl.arange(0, GP), tl.arange(0, DP)
     inside = (group < G)[:, None] & (dims < D)[None, :]

@@ -59,6 +59,9 @@ class VllmEngine(ServingEngine):
         super().__init__(parts)
         self._device: torch.device = next(parts.model.parameters()).device
         on_gpu = self._device.type == "cuda"
+        if on_gpu and torch.cuda.get_per_process_memory_fraction() < 1:
+            # PyTorch counts the memory of a sleeping vLLM as the process's own.
+            raise UserError("engine=vllm needs a GPU of its own, and jobs share this one: set hydra.launcher.jobs=1")
         self._memory, self._max_model_len, self._prefix_caching = memory, max_model_len, prefix_caching
         self._eager = not on_gpu if eager is None else eager
         self._sleeps = on_gpu if sleep is None else sleep
@@ -71,8 +74,8 @@ class VllmEngine(ServingEngine):
 
     def _start(self, requests: Seq[Request]) -> Mapping[str, float]:
         more = ", or raise engine.max_model_len, engine.memory or sampler.kv_budget if they limit it"
-        if self._llm is not None and _longest(requests) > self._limit():
-            self.close()  # it was started for shorter requests
+        if self._llm is not None and self._device.type == "cpu" and _longest(requests) > self._limit():
+            self.close()  # it was started for shorter requests; on a GPU, for the longest that fit
         check_context(requests, self._limit(), more)
         for temperature in (request.sampling.temperature for request in requests):
             if not (temperature == 0 or 0.01 <= temperature <= 2):
@@ -166,7 +169,7 @@ class VllmEngine(ServingEngine):
             raise
         except Exception as error:
             self._dead = (
-                f"vLLM {what}: {reason_of(error)}; go on with grpo train resume=auto, and a lower engine.memory or "
+                f"vLLM {what}: {reason_of(error)}; go on with grpo train resume=auto, and another engine.memory or "
                 "sampler.slots, or engine=torch"
             )
             raise UserError(self._dead) from error

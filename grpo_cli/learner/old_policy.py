@@ -121,7 +121,7 @@ class AveragedPolicy(OldPolicy):
         return self._count > 0
 
     def logprobs(self, batch: Batch) -> Float[Tensor, "N"]:
-        own = [weight.data for weight in self._weights]  # where they are in memory: graphs hold their addresses
+        own = [weight.data for weight in self._weights]
         try:
             for weight, average in zip(self._weights, self._average, strict=False):  # none before an update
                 weight.data = average

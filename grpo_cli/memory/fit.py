@@ -19,7 +19,7 @@ from grpo_cli.config.auto import AUTO
 from grpo_cli.config.prepare import Prepared
 from grpo_cli.memory.out_of_memory import breakdown
 from grpo_cli.memory.plan import MemoryPlan
-from grpo_cli.memory.planner import Planner, Values, process_size, with_values
+from grpo_cli.memory.planner import Planner, Values, not_planned, process_size, with_values
 from grpo_cli.settings import CHUNK, OFFLOAD, PARK, RECOMPUTE, SLOTS, STATE, TOKENS, RunSettings
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import gib, shown
@@ -62,7 +62,7 @@ def choose(run: Prepared[Any], typed: Set[str], say: Callable[[str], None]) -> V
     found = cheapest_fit(planner, room, typed)
     if found.plan.peak > room:
         raise UserError("\n".join((*found.lines, *breakdown(planner, found.values))))
-    say("\n".join(found.lines))
+    say("\n".join((*found.lines, *(f"  not planned: {note}" for note in not_planned(run)))))
     return found.values
 
 
@@ -73,8 +73,7 @@ def room_of(settings: RunSettings, device: torch.device, held: int, warn: Callab
     if given is None:
         return int(OF_FREE * (free - held)) + held
     if given > whole:
-        instead = f"fit=auto takes what is free of it ({gib(free)})"
-        raise UserError(f"fit={settings.fit}: the machine has {gib(whole)}; {instead}")
+        raise UserError(f"fit={settings.fit}: the machine has {gib(whole)}; fit=auto takes what is free ({gib(free)})")
     if given > free:
         warn(f"fit={settings.fit}: only {gib(free)} are free here, which is planned for; end what holds the rest")
     return within(min(given, free), device)
@@ -89,9 +88,11 @@ def choosable(planner: Planner, typed: Set[str]) -> frozenset[str]:
     """Return the keys that may be chosen beside these typed ones."""
     may, optim, train = {TOKENS, CHUNK, RECOMPUTE, SLOTS}, planner.run.settings.optim, planner.run.settings.train
     if planner.device.type == "cuda":
-        may |= {OFFLOAD} if optim.name != "adamw" or optim.offload or optim.park else {OFFLOAD, PARK, STATE}
-    sampler = planner.step.sampler
-    if sampler is None or "sampler.kv_budget" in typed or ("sampler" in typed and sampler.all_at_once):
+        # The host pins what moves there, rounded up to powers of two.
+        fits = not torch.cuda.is_available() or free_bytes(torch.device("cpu")) > 2 * planner.step.optimizer
+        moves = fits and optim.name == "adamw" and not (optim.offload or optim.park)
+        may |= {OFFLOAD, PARK, STATE} if moves else {OFFLOAD}
+    if (sampler := planner.step.sampler) is None or ("sampler" in typed and sampler.all_at_once):
         may.remove(SLOTS)
     if planner.step.chunk <= _FEWER_LOGITS[CHUNK]:
         may.remove(CHUNK)
@@ -157,8 +158,7 @@ def _with_slots(planner: Planner, room: int, may: Set[str], values: Values) -> t
     if new > now and SLOTS in may and sampler.slots is None:
         values = {**values, SLOTS: new}
     rounds = f"{'gains' if new > now else 'costs'} decode steps: {-(-every // new)} rounds, not {-(-every // now)}"
-    has_spare = new > now and SLOTS not in values
-    return values, rounds, [f"  more slots than are set would fit, {new}: {rounds}"] * has_spare
+    return values, rounds, [f"  more slots than were set fit, {new}: {rounds}"] * (new > now and SLOTS not in values)
 
 
 def most(planner: Planner, key: str, room: int, values: Values) -> int:

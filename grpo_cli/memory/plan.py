@@ -121,9 +121,7 @@ class MemoryPlan(dict[str, Sizes]):
 
 def plan(model: ShapeModel, step: StepShape) -> MemoryPlan:
     """Compute each phase at its fullest moment, with what is there all the time."""
-    phases: dict[str, Sizes] = {}
-    if step.sampler is not None:
-        phases |= _rollouts(model, step, step.sampler, step.rollouts)
+    phases = {} if step.sampler is None else _rollouts(model, step, step.sampler, step.rollouts)
     if step.logprobs_of:
         phases["old_logprobs"] = _no_gradients(model, step, step.logprobs_of)
     if step.reference:
@@ -186,7 +184,7 @@ def _rollouts(model: ShapeModel, step: StepShape, sampler: Sampler, work: Worklo
     layout, policy, per_step = model.layout, step.sparsity, step.rollouts.rollouts
     cache = KvPlan.of(layout, sampler, policy, work.requests, per_step, step.prefix, step.pauses)
     token, slots = layout.bytes_per_token, cache.slots
-    rows = slots if model.on_cpu else bucket(slots)  # graphs have few numbers of rows, and keep their logits
+    rows = slots if model.on_cpu else bucket(slots)  # graphs have few numbers of rows
     remembered = 0
     if isinstance(policy, Budget):  # of those that run and those that wait
         some = slots * (1 + step.pauses) + work.rollouts * bool(cache.prefix_blocks)
@@ -201,10 +199,12 @@ def _rollouts(model: ShapeModel, step: StepShape, sampler: Sampler, work: Worklo
     passed = min(max(PREFILL_TOKENS, max(prompts)), sum(prompts))
     drawn = min(rows, rows_at_once(model.vocabulary)) if model.on_cpu else rows
     logits = model.logits_bytes(rows) + 3 * 4 * drawn * model.vocabulary  # probabilities and their sums: float32
-    graphs = 0 if model.on_cpu else model.logits_bytes(rows)
+    pool = 0 if model.on_cpu else logits  # the largest graph's, which stays while fewer rows run one step without
     layers = model.line_without_gradients
     prefill, decode = (model.copied(step.packed) + layers(model.layers, n)[ACTIVATIONS] for n in (passed, rows))
+    if policy.needs_received and not model.on_cpu:  # PyTorch copies a layer's keys
+        decode += 8 * rows * layout.heads * layout.dim * BLOCK * (cache.own_blocks + cache.prompt_blocks)
     return {
-        "prefill": {KV: begun + remembered, LOGITS: logits, ACTIVATIONS: prefill + token * passed},
-        "decode": {KV: kv + remembered, LOGITS: logits + graphs, ACTIVATIONS: decode},
+        "prefill": {KV: begun + remembered, LOGITS: logits + pool, ACTIVATIONS: prefill + token * passed},
+        "decode": {KV: kv + remembered, LOGITS: logits + pool // 2, ACTIVATIONS: decode},
     }

@@ -76,7 +76,11 @@ def test_settings_of_one_s_own_experiment_and_choices_are_known_beside_one_that_
     words = ("loss.margin=2.0", "task.weights.part=0.5", "stepz=3")
     assert refused("train", "--config-dir=conf", "experiment=own", *words) == "error: stepz is not a setting\n"
     said = refused("train", "--config-dir=conf", "loss=my_los", "loss.margin=2.0")
-    assert "loss=my_los is not one of" in said and "loss.margin is not a setting" in said
+    assert "did you mean my_loss?" in said and "loss.margin is not a setting" in said
+    (folder / "conf/loss/my_loss.yaml").rename(folder / "conf/loss/grpo.yaml")
+    for more in ([], ["--help"]):
+        assert "loss/grpo.yaml has the name of one of ours" in refused("train", "--config-dir=conf", *more)
+    (folder / "conf/loss/grpo.yaml").unlink()
 
 
 def test_what_is_there_is_not_written_over(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 
 from grpo_cli.cli.mistakes import listed, meant_by, no_choice
 from grpo_cli.config.choices import (
@@ -16,7 +15,6 @@ from grpo_cli.config.choices import (
     choices,
     chosen,
     config_dir,
-    has_choice,
     marked,
     prefix_of,
     read_choice,
@@ -29,13 +27,12 @@ Rows = Iterator[tuple[str, str]]
 WIDEST = 38  # columns of a setting; a longer one pushes its comment to the right
 
 
-def print_help(command: str, words: Sequence[str], own: Path | None = None) -> None:
-    """Print the help page of a command with the choices among these words, also those in the folder `own`. UserError
-    for one that does not exist."""
+def print_help(command: str, words: Sequence[str]) -> None:
+    """Print the help page of a command with the choices among these words. UserError for one that does not exist."""
     file, typed = read_command(command), dict(word.partition("=")[::2] for word in words)
-    parts = chosen(command, typed, own)
-    refuse([no_choice(*part) for part in parts.items() if not has_choice(*part, own)])
-    recipe = read_choice("experiment", parts.get("experiment", "none"), own)
+    parts = chosen(command, typed)
+    refuse([no_choice(group, choice) for group, choice in parts.items() if choice not in choices(group)])
+    recipe = read_choice("experiment", parts.get("experiment", "none"))
     given = {key: one.value for key, one in recipe.settings.items() if one.value} | typed
     about = file.values["hydra"]["help"]
     say(f"grpo {command}: {about['header']}\n\n== Choices (group=choice) ==\n")
@@ -45,7 +42,7 @@ def print_help(command: str, words: Sequence[str], own: Path | None = None) -> N
     say_rows(_rows(file.settings, "", given))
     for group, choice in parts.items():
         say("")
-        say_rows(_choice(group, choice, given, own))
+        say_rows(_choice(group, choice, given))
     say(f"\n== Examples ==\n\n{about['footer']}\n\ngrpo {command} --cfg job prints the settings and runs nothing.")
 
 
@@ -116,9 +113,9 @@ def _settings() -> Mapping[str, Mapping[tuple[str, str], list[str]]]:
     return found
 
 
-def _choice(group: str, choice: str, given: Mapping[str, str] | None = None, own: Path | None = None) -> Rows:
+def _choice(group: str, choice: str, given: Mapping[str, str] | None = None) -> Rows:
     """Yield a choice with its explanation and the place of its file, and its settings."""
-    file = read_choice(group, choice, own)
+    file = read_choice(group, choice)
     yield f"{group}={choice}:", f"{file.about} ({file.place})"
     yield from _rows(file.settings, prefix_of(group), given)
 

@@ -45,9 +45,9 @@ def hand_over(command: str, words: Sequence[str], is_sweep: bool, only_print: bo
             raise UserError("--cfg prints the settings of one run: leave -m out, and give each setting one value")
         refuse([*unusable(words, is_sweep)])
         if is_sweep:
-            _sweep(command, words, own)
+            _sweep(command, words)
             return
-        with readable_errors(command, words, own):
+        with readable_errors(command, words):
             found = composed(command, words)
         if HydraConfig.get().sweeper.get("params"):
             to_stderr("warning: this experiment is a sweep; without -m its values of hydra.sweeper.params are ignored")
@@ -72,9 +72,7 @@ def with_line_breaks(word: str) -> str:
 
 
 @contextmanager
-def readable_errors(
-    command: str, words: Sequence[str], own: Path | None, composing: Callable[[], bool] = lambda: True
-) -> Iterator[None]:
+def readable_errors(command: str, words: Sequence[str], composing: Callable[[], bool] = lambda: True) -> Iterator[None]:
     """Turn an error of Hydra into a UserError: every unknown key and choice, or else what Hydra found. Once it is no
     longer `composing`, an error is a bug, and keeps its traceback."""
     try:
@@ -82,7 +80,7 @@ def readable_errors(
     except (HydraException, OmegaConfBaseException, YAMLError, OSError, ValueError, AssertionError) as error:
         if not composing():
             raise
-        refuse([*unknown(command, words, own)])
+        refuse([*unknown(command, words)])
         text = f"{' '.join(f'{word:.60}' for word in words)}: {str(error) or 'unusable'}".split("\n\n")[0].strip()
         if isinstance(error, OverrideParseException):
             word = str(error.override)
@@ -104,7 +102,7 @@ def _run(command: Command) -> Any:
     return JOBS[command.name](command, fitted(command, settings) if command.name == "train" else settings)
 
 
-def _sweep(command: str, words: Sequence[str], own: Path | None) -> None:
+def _sweep(command: str, words: Sequence[str]) -> None:
     """Let Hydra run the sweep, compare its jobs, and exit with the number of failed ones."""
 
     def check_job(cfg: DictConfig) -> str:
@@ -124,7 +122,7 @@ def _sweep(command: str, words: Sequence[str], own: Path | None) -> None:
     job.sweep = sweep  # type: ignore[attr-defined]  # functions may have attributes
     new_folder_names()
     try:
-        with readable_errors(command, words, own, lambda: not (started or sweep.states)):
+        with readable_errors(command, words, lambda: not (started or sweep.states)):
             start = start_of(command, words)
             with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
                 program: Any = GlobalHydra.instance().hydra

@@ -87,12 +87,15 @@ def _add(name: str, about: str) -> None:
     ) -> None:
         if own is not None and not own.is_dir():
             raise UserError(f"--config-dir={own} is not a folder: name the one that holds your choices")
+        from grpo_cli.config.choices import add_own
+
+        add_own(own)
         if cfg not in (None, "job"):
             raise UserError(f"--cfg={cfg}: type --cfg job, which prints the settings")
         if helps:
             from grpo_cli.cli.explain import print_help
 
-            print_help(name, [word for word in overrides or [] if "," not in word], own)
+            print_help(name, [word for word in overrides or [] if "," not in word])
         else:
             from grpo_cli.cli.hydra_run import hand_over
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from grpo_cli.config.choices import choices, chosen, groups_of, has_choice, marked, prefix_of, read_choice, read_command
+from grpo_cli.config.choices import choices, chosen, groups_of, marked, prefix_of, read_choice, read_command
 from grpo_cli.config.overrides import quoted, value_of
 from grpo_cli.support.errors import closest
 from grpo_cli.support.extras import EXTRAS, absent, installed
@@ -63,19 +63,19 @@ def as_text(word: str) -> str:
     return f"as text it is typed {shlex.quote(f'{key}={text}')}" if known else ""
 
 
-def unknown(command: str, words: Sequence[str], own: Path | None = None) -> Iterator[str]:
-    """Yield what is wrong with each key and choice that is not known; `own` is a folder of a user's own choices."""
-    known = _known_keys(command, words, own)
+def unknown(command: str, words: Sequence[str]) -> Iterator[str]:
+    """Yield what is wrong with each key and choice that is not known."""
+    known = _known_keys(command, words)
     for key, _, value in (word.partition("=") for word in words if re.match(r"[^-+~={\s][^={\s]*=", word)):
         plugin = f"hydra_plugins.hydra_{value.partition('_')[0]}_{key.removeprefix('hydra/')}"
         if key in groups_of(command):
             named = [one for one in value.split(",") if re.fullmatch(r"[\w./\\-]*", one)]
-            yield from (no_choice(key, one) for one in named if not has_choice(key, one, own))
+            yield from (no_choice(key, one) for one in named if one not in choices(key))
         elif plugin in EXTRAS and not installed(plugin):
             yield absent(plugin, f"{key}={value}")
         elif key not in known and not key.startswith(("hydra.", "hydra/")) and "@" not in key:
             asked = () if key.partition(".")[0] in groups_of(command) else ("train", "eval", "profile")
-            theirs = [one for one in asked if key in _known_keys(one, (), None)]
+            theirs = [one for one in asked if key in _known_keys(one, ())]
             yield f"{key} is a setting of grpo {theirs[0]}" if theirs else _no_setting(key, known)
 
 
@@ -113,15 +113,15 @@ def without_effect(settings: Mapping[str, Any], typed: Sequence[str]) -> Iterato
             yield from (f"{key} has no effect with {switch}={shown(off)}" for key in keys if key in typed)
 
 
-def _known_keys(command: str, words: Sequence[str], own: Path | None) -> dict[str, str]:
+def _known_keys(command: str, words: Sequence[str]) -> dict[str, str]:
     """Return every key of the configuration with the choices among these words, and its value in its file."""
     typed = {group: (value_of(group, words) or "").split(",") for group in groups_of(command)}  # several of a sweep
-    known_ones = {group: [one for one in ones if has_choice(group, one, own)] for group, ones in typed.items()}
-    parts = chosen(command, {group: ones[0] for group, ones in known_ones.items() if ones}, own)
+    known_ones = {group: [one for one in ones if one in choices(group)] for group, ones in typed.items()}
+    parts = chosen(command, {group: ones[0] for group, ones in known_ones.items() if ones})
     known = {key: one.value for key, one in read_command(command).settings.items()} | parts
     for group, choice in parts.items():
         for one in {choice: None, **dict.fromkeys(known_ones.get(group, ()))}:
-            settings = read_choice(group, one, own).settings
+            settings = read_choice(group, one).settings
             known = {f"{prefix_of(group)}{key}": it.value for key, it in settings.items()} | known
     return known
 

@@ -17,6 +17,7 @@ import yaml
 
 from grpo_cli.support.errors import UserError
 
+_own: list[Path] = []  # the folder of a user's own choices
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, if compiled
 _ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENTAL = _ROOT / "grpo_cli" / "experimental" / "conf"
@@ -59,23 +60,26 @@ def marked(group: str, choice: str) -> str:
     return f"{choice} (experimental)" if is_experimental(group, choice) else choice
 
 
+def add_own(folder: Path | None) -> None:
+    """Read choices from a folder of a user's own, too, and from none added before. UserError for a file with the name
+    of one of ours, which Hydra would read in its place."""
+    choices.cache_clear()
+    _own[:] = [] if folder is None or folder.samefile(config_dir()) else [folder]
+    for file in [file.relative_to(own) for own in _own for file in sorted(own.rglob("*.yaml"))]:
+        if any((ours / file).is_file() for ours in (config_dir(), EXPERIMENTAL)):
+            raise UserError(f"--config-dir={folder}: {file} has the name of one of ours, which is read: rename it")
+
+
 @functools.cache
 def choices(group: str) -> Sequence[str]:
-    """Return the choices of a group, experimental ones last. A file whose name begins with `_` is a base of several."""
-    folders = (config_dir() / group, EXPERIMENTAL / group)
+    """Return the choices of a group: ours, experimental ones, a user's own. A file `_<name>` is a base of several."""
+    folders = [folder / group for folder in (config_dir(), EXPERIMENTAL, *_own)]
     return [name for folder in folders for name in sorted(file.stem for file in folder.glob("[!_]*.yaml"))]
 
 
-def has_choice(group: str, choice: str, own: Path | None = None) -> bool:
-    """True if a group has this choice, which may be a file in a folder of a user's own."""
-    return choice in choices(group) or (own is not None and (own / group / f"{choice}.yaml").is_file())
-
-
-def read_choice(group: str, choice: str, own: Path | None = None) -> ConfFile:
-    """Return the file of a choice, which may be one in a folder of a user's own."""
-    if own is not None and (path := own / group / f"{choice}.yaml").is_file():
-        return read_conf(path)
-    return read_conf((EXPERIMENTAL if is_experimental(group, choice) else config_dir()) / group / f"{choice}.yaml")
+def read_choice(group: str, choice: str) -> ConfFile:
+    files = [folder / group / f"{choice}.yaml" for folder in (EXPERIMENTAL, *_own, config_dir())]
+    return read_conf(next(filter(Path.is_file, files), files[-1]))
 
 
 def read_command(command: str) -> ConfFile:
@@ -92,10 +96,10 @@ def groups_of(command: str) -> list[str]:
     return [group for group in read_command(command).choices if not group.startswith("hydra/")]
 
 
-def chosen(command: str, typed: Mapping[str, str], own: Path | None = None) -> dict[str, str]:
+def chosen(command: str, typed: Mapping[str, str]) -> dict[str, str]:
     """Return the choice of each group of a command beside these typed words, by key; those of an experiment, too."""
     named = typed.get("experiment", "")
-    recipe = read_choice("experiment", named, own).choices if has_choice("experiment", named, own) else {}
+    recipe = read_choice("experiment", named).choices if named in choices("experiment") else {}
     return {group: {**read_command(command).choices, **recipe, **typed}[group] for group in groups_of(command)}
 
 

@@ -113,10 +113,7 @@ def set_up(
     more = {"warn": warn, "decode": decode, "build": of_worker, "rollouts_per_step": per_step, **engine}
     made = make_engine(settings, run.factories, model, eos, pad, **more)
     if (stops := [*settings.sampling.stop, *getattr(task, "turn_ends", ())]) and not made.reads_stop_strings:
-        raise UserError(
-            f"sampling.stop or the task's turn ends, {stops}: {settings.parts['engine']['_target_']} does not look for "
-            "stop strings; use engine=torch"
-        )
+        raise UserError(f"sampling.stop or turn ends, {stops}, are not read by this engine: use engine=torch")
     return Runtime(device, model, tokenizer, task, made, eos)
 
 

@@ -238,9 +238,11 @@ class Loss(Protocol):
 class Tracker(Protocol):
     def log(self, record: Record) -> None:
         """Keep a record."""
+        return
 
     def close(self, summary: Mapping[str, Any]) -> None:
         """End, once, however the run ended; `summary` is the content of `summary.json`."""
+        return
 
 
 @runtime_checkable

@@ -202,7 +202,7 @@ def test_a_collector_of_one_s_own_is_tried_run_resumed_and_profiled(elsewhere: P
     done("train", *words, "train.steps=2", "hydra.run.dir=run")
     done("train", "train.steps=3", "resume=run")
     message = refused("train", "train.steps=4", "resume=run", "collector=dynamic")
-    assert "holds what collector=mine has learnt, and this run's collector learns nothing" in message
+    assert "holds what collector=mine has learnt: resume with it" in message
     rows = json_lines(elsewhere / "run" / "metrics.jsonl")
     assert [(row["step"], row["collect/shown"]) for row in rows[1:]] == [(1, 1), (2, 2), (3, 3)]
     assert any(row["collect/failed"] for row in rows[1:])

@@ -116,10 +116,7 @@ def run_folder(
             if before is not None and is_resumed:
                 records.check_data(folder, before, record)
             elif not _is_free(folder, before, record):
-                raise UserError(
-                    f"{folder} already holds a run: continue a training with resume={folder}, or choose another folder "
-                    "with hydra.run.dir=<folder>"
-                )
+                raise UserError(f"{folder} already holds a run: type resume={folder}, or another hydra.run.dir=")
             else:
                 records.write_record(folder, record)
             try:

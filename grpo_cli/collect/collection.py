@@ -93,9 +93,7 @@ class StepCollection:
 
     def _refuse_many(self, what: str, count: int) -> None:
         if count > MOST_ROLLOUTS:
-            raise UserError(
-                f"the collector requests {count} {what}, of {MOST_ROLLOUTS} at most: lower n or train.prompts"
-            )
+            raise UserError(f"the collector requests {count} {what}, {MOST_ROLLOUTS} at most: lower n or train.prompts")
 
     def generate(self, requests: Iterable[Any], *, enough: int | None = None, limit: int | None = None) -> list[Group]:
         """Make what the requested groups lack, and return them."""

@@ -16,6 +16,7 @@ from typing import Any
 
 from grpo_cli.collect.resuming import joined, remaining_request, with_observation
 from grpo_cli.interfaces import Dialogue, Engine, Task
+from grpo_cli.tasks.turns import completed_future
 from grpo_cli.types import EngineStats, Finish, Request, Rollout
 
 GRACE = 0.005  # seconds in which an answer is worth waiting for: a row that leaves its slot has its keys copied twice
@@ -74,11 +75,8 @@ class Conversation:
     def ask(self, rollout: Rollout) -> int:
         """Request the answer to a finished turn; return the number that identifies it."""
         episode, number = self._whole(rollout), next(self._numbers)
-        answer: Future[Sequence[str] | None] = Future()
-        if len(episode.turns) < self._task.turns:
-            answer = self._task.respond(episode.request.prompt, episode.turns)
-        else:
-            answer.set_result(None)
+        goes_on = len(episode.turns) < self._task.turns
+        answer = self._task.respond(episode.request.prompt, episode.turns) if goes_on else completed_future(None)
         self._open[number], self._fresh = (episode, answer), True
         return number
 

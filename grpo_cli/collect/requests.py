@@ -70,9 +70,7 @@ def score_all(task: Task, groups: Sequence[Group]) -> list[ScoredGroup]:
     with own_code_unless_ours(f"task {name_of(task)}", task):
         given: list[Any] = [*(task.rewards(pairs) if isinstance(task, BatchTask) else starmap(task.reward, pairs))]
     if len(given) != len(pairs):
-        raise UserError(
-            f"the task's rewards returned {len(given)} rewards for {len(pairs)} rollouts: return one for each"
-        )
+        raise UserError(f"the task's rewards returned {len(given)} for {len(pairs)} rollouts: return one for each")
     if wrong := [one for one in given if not isinstance(one, Reward)]:
         raise UserError(f"the task's reward returned {wrong[0]!r:.40}: return a Reward of grpo_cli.types")
     rewards = iter(given)
@@ -104,10 +102,7 @@ def check_sampling(request: Request, now: Sampling) -> None:
     begun = vars(request.sampling)
     if changed := [key for key, value in vars(now).items() if begun[key] != value]:
         before, here = (" ".join(f"sampling.{key}={of[key]}" for key in changed) for of in (begun, vars(now)))
-        raise UserError(
-            f"rollouts of prompt {request.prompt.id!r} began with {before}, not {here}: resume with the former, or "
-            "start a new run"
-        )
+        raise UserError(f"rollouts of prompt {request.prompt.id!r} began with {before}, not {here}: resume with that")
 
 
 class Goal:

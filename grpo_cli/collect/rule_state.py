@@ -47,16 +47,10 @@ def restore(parts: Parts, state: Mapping[str, Any], digest: str) -> None:
     """Restore what `state_of` returned. UserError if it is of another task or of other rules."""
     rules = observing(parts)
     if state["task"] != digest:
-        raise UserError(
-            "the checkpoint's problems are not this task's: resume with the task as it was, or start a new run with "
-            "model.path=<checkpoint>"
-        )
+        raise UserError("the checkpoint is of other problems: resume with its task, or give model.path=<checkpoint>")
     for name in state.keys() - rules.keys() - {"history", "task"}:
         kind = state[name].get("kind")
-        raise UserError(
-            f"the checkpoint holds what {name}={kind} has learnt, and this run's {name} learns nothing; resume "
-            f"with {name}={kind}, or start a new run"
-        )
+        raise UserError(f"the checkpoint holds what {name}={kind} has learnt: resume with it, or start a new run")
     parts.runtime.history.load_state_dict(state["history"])
     for name, rule in rules.items():
         rule.load_state_dict(state.get(name))

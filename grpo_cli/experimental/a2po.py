@@ -13,11 +13,9 @@ Not measured.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -28,6 +26,7 @@ from torch import Tensor
 from grpo_cli.interfaces import Runtime
 from grpo_cli.rules.loss import masked_float
 from grpo_cli.support.errors import UserError
+from grpo_cli.tasks.problems import records
 from grpo_cli.tracking.examples import raw_text
 from grpo_cli.types import Batch, LossOutput, ScoredGroup, Totals
 
@@ -51,33 +50,29 @@ class Optimal:
         if answers is None:
             raise UserError(f"advantage=a2po needs advantage.answers=<samples.jsonl>: write it with {WRITE_IT}")
         self._beta, self._file = beta, answers
-        self._shares, self._texts = _shares_in(Path(answers).expanduser())
+        self._shares, self._texts = _shares_in(answers)
 
     def setup(self, runtime: Runtime) -> None:
         """Raise UserError for a prompt that the file does not know, or of which it has another text."""
         for prompt in runtime.task.prompts("train"):
             if self._texts.get(prompt.id) != raw_text(runtime.task, prompt.token_ids):
-                raise UserError(
-                    f"advantage.answers={self._file} has no answer to this run's {prompt.id}: write it with {WRITE_IT} "
-                    "and this task and seed"
-                )
+                raise UserError(f"advantage.answers has no answer to this run's {prompt.id}: write it with {WRITE_IT}")
 
     def __call__(self, group: ScoredGroup, kept: Sequence[int]) -> Float[Tensor, " K"]:
         solved = torch.tensor([float(group.rewards[index].solved) for index in kept])
         return solved - value(self._shares[group.prompt.id], self._beta)
 
 
-def _shares_in(file: Path) -> tuple[dict[str, float], dict[str, str]]:
+def _shares_in(file: str) -> tuple[dict[str, float], dict[str, str]]:
     """Return which share of its sampled answers solved each prompt, and the prompts. UserError for another kind of
     file."""
     found, texts = dict[str, list[bool]](), dict[str, str]()
     try:
-        with open(file, encoding="utf-8") as lines:
-            for row in map(json.loads, lines):
-                if row["reason"] == "sampled":
-                    found.setdefault(str(row["prompt_id"]), []).append(row["solved"] is True)
-                    texts[str(row["prompt_id"])] = row["prompt"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        for _, row in records(file, "advantage.answers"):
+            if row["reason"] == "sampled":
+                found.setdefault(str(row["prompt_id"]), []).append(row["solved"] is True)
+                texts[str(row["prompt_id"])] = row["prompt"]
+    except (KeyError, TypeError) as error:
         raise UserError(f"advantage.answers={file} is no samples.jsonl ({error!r}); {WRITE_IT} writes one") from error
     if not found:
         raise UserError(f"advantage.answers={file} has no sampled answers: write it with {WRITE_IT}")

@@ -50,15 +50,9 @@ class Aero:
         """Raise UserError if `most` is less than `n` or takes too many rounds."""
         more, most = self.more, 2 * step.n if self.most is None else self.most
         if most < step.n:
-            raise UserError(
-                f"collector.most={most} is less than n={step.n}, with which every problem begins: take "
-                f"collector.most of {step.n} or more, or a smaller n"
-            )
+            raise UserError(f"collector.most={most} is less than n={step.n}: raise it, or lower n")
         if (rounds := -((step.n - most) // more)) > MOST_FURTHER:
-            raise UserError(
-                f"collector.most={most} comes to {rounds} further rounds of collector.more={more} rollouts each, and "
-                f"{MOST_FURTHER} are the most: raise collector.more, or lower collector.most"
-            )
+            raise UserError(f"collector.most={most} is {rounds} rounds, {MOST_FURTHER} at most: raise collector.more")
         left, size, made = list(step.pick(step.prompts)), 0, 0
         first = len(left) * step.n
         while left and size < most and not (size and step.at_limit):
@@ -105,10 +99,7 @@ def require_shares(rule: str, group: ScoredGroup) -> None:
     """Raise UserError for a reward outside [0, 1]."""
     outside = group.totals[(group.totals < -ROUNDING) | (group.totals > 1 + ROUNDING)]
     if len(outside):
-        raise UserError(
-            f"{rule} takes rewards from 0 to 1, and one is {outside[0]:g}: change task.weights, or use "
-            "advantage=dr_grpo"
-        )
+        raise UserError(f"{rule} takes rewards from 0 to 1, not {outside[0]:g}: change task.weights or the advantage")
 
 
 def _right(group: ScoredGroup, asked_by: str) -> Bool[np.ndarray, " G"]:

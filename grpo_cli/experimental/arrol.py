@@ -50,10 +50,7 @@ class Arrol(Probing):
 
     def __post_init__(self) -> None:
         if self.keep * self.n < LEAST:
-            raise UserError(
-                f"collector.keep={self.keep} of n={self.n} leaves less than {LEAST} rollouts of a problem: raise "
-                "collector.keep or n"
-            )
+            raise UserError(f"collector.keep={self.keep} of n={self.n} leaves less than {LEAST} rollouts: raise one")
         super().__post_init__()
         self._now: dict[tuple[str, int], tuple[Float[np.ndarray, " F"], float]] = {}  # of what passed `at` in this step
         self._begun = self._dropped = self._stopped_at = 0

@@ -28,10 +28,7 @@ class Majority(SearchMethod):
 
     def choose(self, searching: Searching) -> list[Rollout]:
         if not searching.has_numbers:
-            raise UserError(
-                "search=majority counts equal numbers, and an answer of this task is none: use search=best, or a task "
-                "whose answers are numbers"
-            )
+            raise UserError("search=majority counts equal numbers, and an answer of this task is none: use search=best")
         return [row[winner([*map(searching.answer, row)])] for row in searching.go_on(searching.begin(self.k))]
 
 

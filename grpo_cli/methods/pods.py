@@ -28,10 +28,7 @@ def maxvar(group: ScoredGroup, keep: int, rng: np.random.Generator) -> list[int]
     moving a member to one end of what is left never lowers it. Only k is to be found. O(G log G), from the sort.
     """
     if keep < 2:
-        raise UserError(
-            f"m={keep} cannot be chosen by downsample=maxvar: one reward has no variance; take m of 2 or more, or "
-            "downsample=maxreward or random"
-        )
+        raise UserError(f"downsample=maxvar needs m of 2 or more, not {keep}: one reward has no variance")
     ordered = np.sort(group.totals)
     num_top = _best_num_top(ordered, keep)
     return _take_ends(group.totals, ordered, keep - num_top, num_top, rng).tolist()

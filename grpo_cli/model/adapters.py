@@ -5,7 +5,6 @@ PEFT replaces linear layers in place, so rollouts and updates use the adapters w
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from grpo_cli.runs.files import read_object
 from grpo_cli.settings import LoraSettings, ModelSettings
 from grpo_cli.support.errors import UserError, closest, explained
 from grpo_cli.support.extras import require
@@ -128,10 +128,8 @@ def merge_adapters(model: Any) -> Any:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    with explained(f"{folder / CONFIG} cannot be read"):
-        found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    if not isinstance(found, dict):
-        raise UserError(f"{folder / CONFIG} is not an adapter's config")
+    if not (found := read_object(folder / CONFIG)):
+        raise UserError(f"{folder} holds no adapters: it lacks {CONFIG}")
     return found
 
 

@@ -17,10 +17,7 @@ def all_rollouts(group: ScoredGroup, keep: int, rng: np.random.Generator) -> lis
     """Keep everything: plain GRPO. Refuses m < n, which needs another rule."""
     size = len(group.rollouts)
     if keep < size:
-        raise UserError(
-            f"m={keep} is less than n={size}, but downsample=all keeps all; choose downsample=maxvar, maxreward, "
-            f"percentile or random, or m={size}"
-        )
+        raise UserError(f"downsample=all keeps all n={size}, not m={keep}: use maxvar, maxreward, percentile or random")
     return list(range(size))
 
 

@@ -67,10 +67,7 @@ class ProcessLauncher:
         gpus = visible_gpus() if self._gpus is None else chosen_gpus([str(gpu) for gpu in self._gpus])
         self._places = places(self._at_a_time, gpus, os.environ)
         if not self._sweep.resume and (self._folder / SWEEP).exists():
-            raise UserError(
-                f"{folder} already holds a sweep; continue it by resume=sweep, or choose another folder "
-                "with hydra.sweep.dir=<folder>"
-            )
+            raise UserError(f"{folder} already holds a sweep: type resume=sweep, or another hydra.sweep.dir=")
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run the jobs that are not done; KeyboardInterrupt if a signal came."""

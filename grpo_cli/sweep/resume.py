@@ -93,9 +93,7 @@ def started_with(command: str, own: Sequence[str]) -> list[str]:
         raise UserError(f"{folder / SWEEP} lists no sweep ({error}); start a new sweep") from error
     new = [word for word in own if not is_of(word, ("sweep.dir",)) and word not in recorded]
     if changed := [word for word in new if not is_of(word, ("launcher",))]:
-        raise UserError(
-            f"resume=sweep continues the jobs unchanged: leave out {' '.join(changed)}, or start a new sweep"
-        )
+        raise UserError(f"resume=sweep changes no jobs: leave out {' '.join(changed)}, or start a new sweep")
     return [*recorded, *new, f"hydra.sweep.dir={quoted(str(folder))}"]
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from grpo_cli.interfaces import KnowsSolutions, Runtime
 from grpo_cli.settings import RunSettings, Sampling
 from grpo_cli.support.errors import UserError
-from grpo_cli.tasks.problems import records, value_of, where, without_nulls
+from grpo_cli.tasks.problems import of_json, records, value_of, where
 from grpo_cli.tasks.prompting import Prompting, Tokenizer, Warn, encode_behind, turn_end
 from grpo_cli.types import ENVIRONMENT, GIVEN, Finish, Prompt, Request, Rollout, Span
 
@@ -95,7 +95,7 @@ def conversations(source: str, tokenizer: Tokenizer, words: Mapping[str, Any], e
     found = []
     for number, row in records(source, "train.warmup_path"):
         place = where(source, number)
-        messages = without_nulls(row.get("messages")) if isinstance(row, Mapping) else None
+        messages = of_json(row.get("messages"), nulls=False) if isinstance(row, Mapping) else None
         if not isinstance(messages, list) or not all(map(_is_message, messages)):
             raise UserError(f"{place} must have messages, a list of {{role, content}}, both text, without tool_calls")
         replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -124,9 +124,7 @@ def _parts(
     for i in replies:
         text = chat.rendered(messages[:i])
         if not text.startswith(before):
-            raise UserError(
-                "the chat template changes a reply once it is answered; split the conversation, one reply each"
-            )
+            raise UserError("the chat template changes a reply once it is answered; split it, one reply each")
         new = text[len(before) :]
         lead, ended, rest = new.partition(end) if before else ("", "", "")
         said = encode_behind(chat.tokenizer, rest if ended and not lead.strip() else new, ids, special=True)

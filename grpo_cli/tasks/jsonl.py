@@ -117,7 +117,7 @@ class Jsonl(DialogueTask):
         return of_json(self._problem(prompt).row)
 
     def _problem(self, prompt: Prompt) -> Problem:
-        return (self._train if prompt.id.startswith("train-") else self._eval).of(prompt.id)
+        return (self._train if prompt.id.startswith("train-") else self._eval).of[prompt.id]
 
     @cached_property
     def _train(self) -> LazyPrompts:

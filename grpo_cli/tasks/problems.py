@@ -49,7 +49,7 @@ def read_problems(source: str, key: str, question_field: str, answer_field: str)
     for number, row in records(source, key):
         place = where(source, number)
         question, answer = _field(row, question_field, "question", place), _field(row, answer_field, "answer", place)
-        messages = tuple(without_nulls(of_json(question))) if isinstance(question, list) else ()
+        messages = tuple(of_json(question, nulls=False)) if isinstance(question, list) else ()
         text = _as_text(messages) if messages else str(question)
         problems.append(Problem(number, place, text, str(answer), row, messages))
     if not problems:
@@ -156,22 +156,16 @@ def value_of(row: Mapping[str, Any], name: str) -> Any:
     return value_of(inner, below)
 
 
-def of_json(value: Any) -> Any:
-    """Return a copy of a row or value for a user's code, with JSON's types whatever the format: decimals are floats."""
+def of_json(value: Any, nulls: bool = True) -> Any:
+    """Return a copy of a row or value for a user's code, with JSON's types whatever the format: decimals are floats. A
+    chat is read without `nulls`: Arrow gives each message the fields of all, which templates look for."""
     if isinstance(value, Mapping):
-        return {name: of_json(item) for name, item in value.items()}
+        return {name: of_json(item, nulls) for name, item in value.items() if nulls or item is not None}
     if isinstance(value, (list, tuple)):
-        return [of_json(item) for item in value]
+        return [of_json(item, nulls) for item in value]
     if isinstance(value, (date, time)):
         return value.isoformat()
     return float(value) if isinstance(value, Decimal) else value
-
-
-def without_nulls(value: Any) -> Any:
-    """Return a chat without what is null: Arrow gives each message the fields of all, which templates look for."""
-    if isinstance(value, Mapping):
-        return {name: without_nulls(item) for name, item in value.items() if item is not None}
-    return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _as_text(messages: Sequence[Message]) -> str:
@@ -244,15 +238,12 @@ class LazyPrompts(MadePrompts):
         super().__init__(lambda place: self._prompt(self.problems[place]), len(self.problems))
 
     @cached_property
-    def _by_id(self) -> Mapping[str, Problem]:
+    def of(self) -> Mapping[str, Problem]:
+        """The problem that each prompt was made of, by its id."""
         return {self._id(problem): problem for problem in self.problems}
 
     def by_id(self, prompt_id: str) -> Prompt | None:
-        return self._prompt(self._by_id[prompt_id]) if prompt_id in self._by_id else None
-
-    def of(self, prompt_id: str) -> Problem:
-        """Return the problem that a prompt was made of."""
-        return self._by_id[prompt_id]
+        return self._prompt(self.of[prompt_id]) if prompt_id in self.of else None
 
     def _id(self, problem: Problem) -> str:
         return f"{self._split}-{problem.line:06d}"

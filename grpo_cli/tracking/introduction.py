@@ -39,10 +39,7 @@ def doubts(settings: RunSettings) -> Iterator[str]:
     """Yield that a learning rate is likely a mistake."""
     model, lr = settings.model, settings.optim.lr
     if lr > MOST_LR >= model.recipe.get("lr", 0.0) and not (model.adapted or model.random_init):
-        yield (
-            f"optim.lr={lr:g} trains every weight of a pretrained model, which soon ruins it: leave it out "
-            "(optim.lr=auto), or train adapters (model.lora.rank=16)"
-        )
+        yield f"optim.lr={lr:g} soon ruins a pretrained model: leave it out, or train adapters (model.lora.rank=16)"
 
 
 def doubts_of_shape(settings: RunSettings, config: Any, presets: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:

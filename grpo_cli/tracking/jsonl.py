@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from grpo_cli.interfaces import Tracker
 from grpo_cli.runs.files import content, json_line, must_be_writable, regular, sync
 from grpo_cli.runs.layout import METRICS, ROLLOUTS
 from grpo_cli.support.errors import UserError
@@ -17,17 +18,11 @@ Say = Callable[[str], None]
 _PIECE = 2**20  # bytes of a file that are read at once
 
 
-class NoTracker:
-    """No tracker."""
-
-    def log(self, record: Record) -> None:
-        pass
-
-    def close(self, summary: Mapping[str, Any]) -> None:
-        pass
+class NoTracker(Tracker):
+    """No tracker: what the protocol does, which is nothing."""
 
 
-class JsonlTracker:
+class JsonlTracker(Tracker):
     """`metrics.jsonl`, one object per step, and `rollouts.jsonl`, one object per example; both begin with the step.
 
     Records are in the files before `log` returns, so a killed process loses nothing. A checkpoint keeps the length and
@@ -45,10 +40,7 @@ class JsonlTracker:
                 run_dir.mkdir(parents=True, exist_ok=True)
                 open(path, "ab", opener=regular).close()
             if not resumed and path.stat().st_size:
-                raise UserError(
-                    f"{path} already holds the records of a run. Continue that run with resume={run_dir}, or choose "
-                    "another folder with hydra.run.dir=<folder>."
-                )
+                raise UserError(f"{path} already holds the records of a run: give resume={run_dir} or hydra.run.dir=")
 
     def log(self, record: Record) -> None:
         """Write a record. UserError if there is no room."""
@@ -87,9 +79,6 @@ class JsonlTracker:
             self._warn(f"accepted damage: {problem}")
             found[path] = _prefix(path, content(path)[:size].rfind(b"\n") + 1)
         self._files = found
-
-    def close(self, summary: Mapping[str, Any]) -> None:
-        """Do nothing: no file is open between records."""
 
 
 def _prefix(path: Path, size: int) -> tuple[int, Any]:

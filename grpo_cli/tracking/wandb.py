@@ -59,7 +59,7 @@ class WandbTracker:
         say: Say = to_stderr,
         warn: Say = to_stderr,
     ) -> None:
-        self._mode = os.environ.get("WANDB_MODE", mode) if mode == "auto" else mode
+        self._mode = (mode == "auto" and os.environ.get("WANDB_MODE")) or mode
         self._run_dir, self._table_every, self._module, self._warn = run_dir, table_every, module, warn
         self._run: Any = None
         self._later = ""  # how what is on disk is sent

@@ -129,7 +129,13 @@ class Trainer:
             last = self._is_done()
             state = self._state()
             if is_due := settings.eval.every and (last or progress.step % settings.eval.every == 0):
-                record = self._evaluated(record)
+                try:
+                    record = self._evaluated(record)
+                except Exception:  # a resumed run makes the evaluation
+                    self._stop.may_leave = False
+                    self._save({**state, "owed": self._log(record)})
+                    self._saver.join()
+                    raise
             # The record before the checkpoint: resuming deletes later rows, and could not write one that is missing.
             sent = self._log(record)
             if self._owed is not None:  # an evaluation that is left may have changed what an engine has learnt

@@ -62,11 +62,6 @@ class Request:
     resumed_tokens: int = 0
     turn_tokens: int = 0
 
-    @property
-    def teaches_length(self) -> bool:
-        """True if a predictor may learn from how long the answer is."""
-        return not (self.held_out or self.resumed_tokens)
-
 
 # In place of a version, and of the number of updates by which a token is older. GIVEN: copied from a demonstration or a
 # prefix, so no policy sampled it. ENVIRONMENT: an observation, which is read but never trained on.

@@ -67,6 +67,9 @@ def test_sampler_and_learner_are_the_model(family: str, config: Any, monkeypatch
     settings, train = made.model(autocast="none"), made.train(micro_batch_tokens=100)
     untouched, plain = deepcopy(model), (settings, Sampling.plain(3), train, made.optim(), Meter(), pytest.fail)
     learner, requests = Learner(model, made.loss(), *plain), some_requests(3, 2, tokens=12)
+    saved = set()  # what a thread may be saving meanwhile
+    see = lambda *_: saved.add((model.generation_config.repetition_penalty, type(model.base_model)))  # noqa: E731
+    model.get_output_embeddings().register_forward_hook(see)
     for each_head_alone, sampler in ((False, made.full()), (True, micro(slots=1))):
         monkeypatch.setattr(packed, "_wants_a_head_each", lambda query, answer=each_head_alone: answer)
         packed.allow_packing(model) if family not in CONFIGS else None
@@ -80,7 +83,7 @@ def test_sampler_and_learner_are_the_model(family: str, config: Any, monkeypatch
         ends, replies = (torch.tensor([*map(len, of)])[:, None] for of in (rows, rollouts))
         batch = small.plain_batch((at >= ends - replies) & (at < ends), input_ids=ids)
         torch.testing.assert_close(learner.logprobs(model, batch), torch.cat(expected), rtol=0, atol=1e-5)
-    assert model.generation_config.repetition_penalty == 3.0, "what a checkpoint saves is as it was"
+    assert saved == {(3.0, type(untouched.base_model))}
 
 
 def letters(ids: Any) -> str:

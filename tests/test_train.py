@@ -280,10 +280,12 @@ def test_an_error_in_a_step_loses_none_of_those_before_it(tmp_path):
         made, engine.generate = engine.generate, lambda *of, **words: generate() or made(*of, **words)
         return engine
 
-    for error, parts in ((UserError, {"task": After(9 + 12 + 2, lambda: 1 / 0)}), (RuntimeError, {"engine": fails})):
-        with pytest.raises(error):
-            make_trainer(settings_for(tmp_path / error.__name__), **parts).fit()
-        assert newest(tmp_path / error.__name__).name == "step_000001"
+    in_step, in_evaluation = ({"task": After(count, lambda: 1 / 0)} for count in (9 + 12 + 2, 9 + 12 + 12 + 5))
+    for step, parts in ((1, in_step), (1, {"engine": fails}), (2, in_evaluation)):
+        folder = tmp_path / str(len([*tmp_path.iterdir()]))
+        with pytest.raises((UserError, torch.OutOfMemoryError)):
+            make_trainer(settings_for(folder), **parts).fit()
+        assert newest(folder).name == f"step_00000{step}"
 
 
 def test_a_run_that_went_back_and_died_before_it_saved_goes_on_from_there(tmp_path):

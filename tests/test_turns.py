@@ -208,3 +208,22 @@ def test_a_run_that_is_cut_off_in_the_middle_of_episodes_goes_on_as_one_left_alo
         lengths = [end - start for start, end in row.get("environment", [])]
         assert sum(lengths) + sum(value is not None for value in row["logprobs"]) == row["length"]
         assert len(row.get("turns", [])) in (0, 2 * len(lengths) + 1)
+
+
+def test_a_sequence_that_pauses_when_its_cache_is_due_for_an_eviction_comes_back():
+    """64 keys of rkv's 48 + 16 are held; one answer comes, of three tokens, when nothing else runs."""
+
+    class Late:
+        asked = ended = 0
+
+        def ask(self, rollout: Rollout) -> int:
+            self.asked += 1
+            return self.asked
+
+        def answers(self, wait: bool) -> list[tuple[int, tuple[int, ...]]]:
+            first, self.ended = self.ended + 1, self.asked if wait else self.ended
+            return [(number, (5, 6, 7)) for number in range(first, self.ended + 1)]
+
+    requests = [*some_requests(1, 1, tokens=120, max_turn_tokens=65), *some_requests(2, 1, tokens=120)[1:]]
+    parts = dict(sampler=infinite(slots=2), eos_token_ids=(), sparsity=ready("sparsity", "rkv"))
+    assert [len(one) for one in make_engine(small_model(), **parts).generate(requests, None, Late())] == [120, 120]

@@ -80,10 +80,10 @@ class SequenceEngine:
 
     def _learn(self, served: Seq[tuple[Sequence, Rollout]]) -> Mapping[str, float]:
         """Pass finished rollouts to the predictor; return a metric of what it had predicted of them."""
-        learnt_from = [(s, r) for s, r in served if r.request.teaches_length and not r.is_partial]
-        self._predictor.learn([rollout for _, rollout in learnt_from], _hidden([s for s, _ in learnt_from]))
+        whole = [(s, r) for s, r in served if not (r.is_partial or r.request.held_out or r.request.resumed_tokens)]
+        self._predictor.learn([rollout for _, rollout in whole], _hidden([s for s, _ in whole]))
         prefix = self._predictor.prefix_tokens
-        errors = [abs(s.predicted - (len(r) - prefix)) for s, r in learnt_from if s.predicted is not None]
+        errors = [abs(s.predicted - (len(r) - prefix)) for s, r in whole if s.predicted is not None]
         return {"predictor/mean_absolute_error": float(np.mean(errors))} if errors else {}
 
 

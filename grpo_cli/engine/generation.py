@@ -183,13 +183,8 @@ class Generation:
     def _take_blocks(self) -> None:
         """Give every sequence the blocks for its next key. If too few are left, the sequence that loses least, the last
         of those that have made the fewest tokens, is preempted: it reads its tokens again later."""
-        running, cache, evictor = self._batch.sequences, self._cache, self._evictor
-
-        def missing(sequence: Sequence) -> int:
-            left = sequence.held if evictor is None else evictor.left(sequence)
-            return left // BLOCK + 1 - len(sequence.blocks)
-
-        while wanted := [(s, count) for s in running if (count := missing(s)) > 0]:
+        running, cache = self._batch.sequences, self._cache
+        while wanted := [(s, count) for s in running if (count := self._missing(s)) > 0]:
             if self._make_free(sum(count for _, count in wanted)):
                 for sequence, count in wanted:
                     self._batch.grow(sequence, cache.take(count))
@@ -197,6 +192,11 @@ class Generation:
             assert len(running) > 1, "there is room for one sequence"
             self._preempt(youngest := min(reversed(running), key=lambda sequence: sequence.computed))
             self._admission.put_first(youngest)
+
+    def _missing(self, sequence: Sequence) -> int:
+        """Return how many blocks a sequence lacks for its next key; below 0 where an eviction will free some."""
+        left = sequence.held if self._evictor is None else self._evictor.left(sequence)
+        return left // BLOCK + 1 - len(sequence.blocks)
 
     def _make_free(self, blocks: int, reader: Sequence | None = None) -> bool:
         """Free blocks of idle prompts, then of paused sequences, but not `reader`'s; return True if enough are free."""
@@ -211,7 +211,7 @@ class Generation:
     def _try_take_room(self, sequence: Sequence, running: Seq[Sequence]) -> bool:
         """Give a sequence and its prompt their first blocks, if that leaves enough for all; return True if so."""
         cache, (name, ids) = self._cache, (sequence.request.prompt.id, sequence.request.prompt.token_ids)
-        own, was_paused = blocks_for(sequence.held + 1) - len(sequence.blocks), sequence.status is Status.PAUSED
+        own, was_paused = self._missing(sequence), sequence.status is Status.PAUSED
         of_prompt = 0 if was_paused or name in cache.prompts else blocks_for(len(ids))
         if running and self._forecast is not None:
             kept = [prompt.blocks for key, prompt in cache.prompts.items() if prompt.users or key == name]

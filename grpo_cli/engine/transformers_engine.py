@@ -7,10 +7,10 @@ change a token where a number falls on the border of two.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -125,18 +125,19 @@ def generate(
     def stops(ids: Tensor, logits: Any, **kwargs: Any) -> Tensor:
         return torch.full((len(ids),), over(), device=device)
 
-    # The model's own config may change logits (penalties, forbidden tokens, truncation).
-    with patch.object(inner, "generation_config", GenerationConfig()):
-        made = inner.generate(
-            ids,
-            attention_mask=mask,
-            max_new_tokens=most,
-            do_sample=False,
-            pad_token_id=pad,
-            return_dict_in_generate=True,
-            logits_processor=LogitsProcessorList([only_sampled]),
-            stopping_criteria=StoppingCriteriaList([stops]),
-        )
+    # The model's own config may change logits (penalties, forbidden tokens, truncation); a thread may be saving it.
+    inner = copy.copy(inner)
+    inner.generation_config = GenerationConfig()
+    made = inner.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=most,
+        do_sample=False,
+        pad_token_id=pad,
+        return_dict_in_generate=True,
+        logits_processor=LogitsProcessorList([only_sampled]),
+        stopping_criteria=StoppingCriteriaList([stops]),
+    )
     # transformers calls it `cache` since 5.24
     return _bytes_of(made["cache" if "cache" in made else "past_key_values"], set())
 

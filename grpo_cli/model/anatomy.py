@@ -7,11 +7,10 @@ itself, which computes logits from states that its backbone has returned.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -58,11 +57,11 @@ def head(model: Any) -> Any:
 
 
 def _after_backbone(model: Any, states: Tensor) -> Tensor:
-    """Compute the [N, V] logits of [N, H] states by all that a model does after its backbone; it is changed for no
-    longer than this call."""
+    """Compute the [N, V] logits of [N, H] states by all that a model does after its backbone."""
     nothing = torch.zeros(1, 0, dtype=torch.long, device=states.device)  # there are no tokens to read
-    with patch.dict(model._modules, {model.base_model_prefix: _Given(states[None])}):
-        logits: Tensor = model(input_ids=nothing, use_cache=False).logits
+    without = copy(model)  # a thread may be saving the model itself
+    without._modules = {**model._modules, model.base_model_prefix: _Given(states[None])}
+    logits: Tensor = without(input_ids=nothing, use_cache=False).logits
     return logits[0]
 
 

@@ -61,6 +61,9 @@ def load_model(
             setattr(config, name, 0.0)
     if source is not None:
         model: Any = _read_weights(source, config, dtype, settings, device)
+        for weight in () if settings.adapted or device.type != "cpu" else model.parameters():
+            if weight.data_ptr() % 64:  # as it lies in the file, for which a product may take another kernel, and bits
+                weight.data = weight.data.clone()
     else:
         if layers is not None:
             config.num_hidden_layers, kinds = layers, getattr(config, "layer_types", None)

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from pydantic import Field
@@ -145,36 +146,25 @@ def mismatch_metrics(
     `mismatch/kl` is the k3 estimate of KL(sampler || policy), mean of xi - 1 - log xi: never negative. The quantiles
     are the 0.1% and 1% ones of log xi. `rejected` is the share of answered sequences, and `masked_tokens` of sampled
     tokens, that add nothing to the policy loss, whatever took them out. `weight_mean` is over tokens left in the mask.
-    One transfer from the device for all of them. With no response token at all there is no mismatch.
+    With no response token at all there is no mismatch.
     """
     mask, trained = batch.sampled_mask, weights != 0
     token_log_ratios = log_ratio[mask]
     if not len(token_log_ratios):
         token_log_ratios = log_ratio.new_zeros(1)
     ratios = bounded_ratio(token_log_ratios)
+    quantiles = np.quantile(token_log_ratios.numpy(), (0.001, 0.01), method="lower")  # torch takes 2**24 at most
     values = {
         "mismatch/ratio_mean": ratios.mean(),
         "mismatch/ratio_min": ratios.min(),
-        "mismatch/log_ratio_q001": lower_quantile(token_log_ratios, 0.001),
-        "mismatch/log_ratio_q01": lower_quantile(token_log_ratios, 0.01),
+        "mismatch/log_ratio_q001": quantiles[0],
+        "mismatch/log_ratio_q01": quantiles[1],
         "mismatch/kl": k3_of(token_log_ratios).mean(),
         "mismatch/rejected": masked_mean((~batch.any(trained)).float(), batch.any(mask)),
         "mismatch/masked_tokens": masked_mean((~trained).float(), mask),
         "mismatch/weight_mean": masked_mean(weights, kept),
     }
-    return dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True))
-
-
-def lower_quantile(values: Float[Tensor, " N"], q: float) -> Float[Tensor, ""]:
-    """Return the `q` quantile, linear between order statistics, as `torch.quantile`, which refuses more than 2**24
-    values.
-
-    Only the smallest share `q` is sorted, so a small q is cheap.
-    """
-    position = q * (len(values) - 1)
-    below = math.floor(position)
-    smallest = values.topk(min(below + 2, len(values)), largest=False, sorted=True).values
-    return torch.lerp(smallest[below], smallest[-1], position - below)
+    return {name: float(value) for name, value in values.items()}
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Float[Tensor, ""]:

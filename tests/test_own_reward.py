@@ -92,7 +92,7 @@ def test_a_reward_may_be_any_real_scalar_and_nothing_else(tmp_path: Path) -> Non
     for value, worth in {**dict.fromkeys(HALF, 0.5), **REAL}.items():
         assert [reward.total for reward in judged(task, [value])] == [worth], value
     for value in NO_REAL.split("|"):
-        with pytest.raises(UserError, match="as scalar for sample 0"):
+        with pytest.raises(UserError, match="for sample 0"):
             judged(task, [value])
 
 

@@ -75,9 +75,10 @@ def evaluate(command: Command, settings: EvalRunSettings) -> Any:
         value = f"{metrics[name]:.3f}" if ends else f"{metrics[name]:g}"
         rows.append((name.removeprefix("eval/"), value, " to ".join(ends)))
     print_table(console(), Table(("", "value", "95% interval"), tuple(rows), frozenset({"value"})))
-    exam, of = settings.eval, settings.checkpoint or settings.model.path
+    exam, of, path = settings.eval, settings.checkpoint or settings.model.path, settings.parts["task"].get("path")
+    problems = run.factories.named("task") + (f" task.path={path}" if path else "")
     sampled = f"; pass@: {exam.k} samples at temperature {exam.temperature:g}, top_p {settings.sampling.top_p:g}"
-    print(f"accuracy: greedy answers of {of}{sampled}")
+    print(f"accuracy: greedy answers of {of} to {problems}{sampled}")
     print(f"every answer ({exam.split} split): {settings.run_dir}/{SAMPLES}")
     return metrics["eval/accuracy"]
 

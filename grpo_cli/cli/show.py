@@ -27,9 +27,11 @@ def show_rollouts(
     groups: dict[str, list[Recorded]] = {}
     for row in extremes(chosen, best, worst) if best or worst else chosen:
         groups.setdefault(row.prompt_id, []).append(row)
-    where = "evaluation" if found.step is None else f"step {found.step} of {found.steps[0]} to {found.steps[-1]}"
-    count = f"{sum(map(len, groups.values()))} of {len(found.rollouts)} recorded rollouts, prompts: {len(groups)}"
-    limit = "" if found.step is None else " (a step records record.rollouts of its rollouts)"
+    where = (
+        "evaluation" if found.step is None else f"step {found.step} (recorded: {found.steps[0]} to {found.steps[-1]})"
+    )
+    count = f"{sum(map(len, groups.values()))} of {len(found.rollouts)} recorded rollouts, of {len(groups)} prompts"
+    limit = "" if found.step is None else "; record.rollouts=-1 records all of a step"
     _print(console, f"{plain(folder)}  {where}: {count}{limit}", "bold")
     for prompt_id, group in groups.items():
         _print(console, f"\nprompt {plain(prompt_id)}, answer {plain(group[0].answer)}", "bold cyan")

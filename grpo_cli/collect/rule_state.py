@@ -47,7 +47,9 @@ def restore(parts: Parts, state: Mapping[str, Any], digest: str) -> None:
     """Restore what `state_of` returned. UserError if it is of another task or of other rules."""
     rules = observing(parts)
     if state["task"] != digest:
-        raise UserError("the checkpoint is of other problems: resume with its task, or give model.path=<checkpoint>")
+        raise UserError(
+            "the checkpoint is of other problems: resume with its task and seed, or give model.path=<checkpoint>"
+        )
     for name in state.keys() - rules.keys() - {"history", "task"}:
         kind = state[name].get("kind")
         raise UserError(f"the checkpoint holds what {name}={kind} has learnt: resume with it, or start a new run")

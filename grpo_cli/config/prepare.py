@@ -130,7 +130,8 @@ def _of_training(settings: RunSettings, parts: Factories) -> Iterator[str]:
     if train.warmup == "sft" and train.warmup_steps >= train.steps:
         yield f"train.warmup_steps={train.warmup_steps} must be less than train.steps={train.steps}, which counts them"
     if sampling.top_p < 1 or sampling.top_k > 0:  # some tokens can never be sampled
-        yield f"sampling.top_p={sampling.top_p} sampling.top_k={sampling.top_k} bias importance ratios: use 1 and 0"
+        unlikely = f"sampling.top_p={sampling.top_p} sampling.top_k={sampling.top_k} cut off unlikely tokens"
+        yield f"{unlikely}, which biases importance ratios: train with 1 and 0"
     if (optim.name == "adamw8bit") + optim.offload + optim.park > 1:
         yield "optim.name=adamw8bit, optim.offload and optim.park keep the optimizer's state in two places: use one"
     if optim.lr * optim.weight_decay >= 1:

@@ -43,7 +43,9 @@ class RunFolder:
 
     def setup(self, runtime: Runtime) -> None:
         """Raise UserError for a file that is no record, or holds nothing to train on."""
-        file = Path(self.path or "").expanduser() / ROLLOUTS
+        if self.path is None:
+            raise UserError(f"collector.path has no value: give the folder of a run with {WRITE_IT}")
+        file = Path(self.path).expanduser() / ROLLOUTS
         prompts = runtime.task.prompts("train")
         named = prompts.by_id if isinstance(prompts, MadePrompts) else {prompt.id: prompt for prompt in prompts}.get
         self._rows = list[tuple[Prompt, list[dict[str, Any]]]]()
@@ -57,7 +59,7 @@ class RunFolder:
                     self._rows += [(prompt, group)] * (group[0]["prompt"] == raw_text(runtime.task, prompt.token_ids))
         except (OSError, ValueError, ArithmeticError, KeyError, TypeError, RecursionError) as error:
             raise UserError(
-                f"collector.path={self.path}: {file} is no record ({error}); write it with {WRITE_IT}"
+                f"collector.path={self.path}: {file} is no record with tokens ({error}); write it with {WRITE_IT}"
             ) from error
         if not self._rows:
             raise UserError(

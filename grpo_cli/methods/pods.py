@@ -28,7 +28,7 @@ def maxvar(group: ScoredGroup, keep: int, rng: np.random.Generator) -> list[int]
     moving a member to one end of what is left never lowers it. Only k is to be found. O(G log G), from the sort.
     """
     if keep < 2:
-        raise UserError(f"downsample=maxvar needs m of 2 or more, not {keep}: one reward has no variance")
+        raise UserError(f"downsample=maxvar cannot choose m={keep}: one reward has no variance; take 2 or more")
     ordered = np.sort(group.totals)
     num_top = _best_num_top(ordered, keep)
     return _take_ends(group.totals, ordered, keep - num_top, num_top, rng).tolist()

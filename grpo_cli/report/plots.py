@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import textwrap
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +49,8 @@ def pictures(comparison: Comparison) -> dict[str, bytes]:
     figures = {"accuracy": [(axis, comparison.metric, f"held-out {label}") for axis in axes]}
     figures |= {"training": [("step", name, SERIES[name]) for name in measured]}
     files, undated = dict[str, bytes](), {"png": {"Software": None}, "pdf": {"CreationDate": None}}
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")  # of a name that the font cannot write
         for name, panels in figures.items():
             figure = _figure(comparison, panels)
             for kind, metadata in undated.items() if panels else ():

@@ -66,7 +66,7 @@ def damage_of(folder: Path) -> str | None:
                 return f"{name} has changed since it was saved"
         return None if TRAINER_STATE in files else f"{COMPLETE} does not list {TRAINER_STATE}"
     except FileNotFoundError:
-        return f"the save was interrupted (no {COMPLETE} file)"
+        return f"the save was interrupted (no {COMPLETE} file)" if folder.is_dir() else "there is no such folder"
     except OSError as error:
         return f"cannot be read ({error.strerror or error})"
     except (ValueError, KeyError, TypeError, AttributeError):

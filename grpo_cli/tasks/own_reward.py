@@ -66,9 +66,10 @@ class OwnReward(Judge):
             for name, part in parts.items():
                 if not isinstance(name, str) or not name or "/" in name:
                     raise UserError(f"{who} called a part {_short(name)} for {completion.place}; use text without /")
+                as_name = f" as {name}" if parts is value else ""
                 if not abs(_real(part)) <= LARGEST_REWARD:
                     raise UserError(
-                        f"{who} returned {_short(part)} as {name} for {completion.place}, whose completion is "
+                        f"{who} returned {_short(part)}{as_name} for {completion.place}, whose completion is "
                         f"{_short(completion.reply)}; return a number from -2^53 to 2^53, or a dictionary of such"
                     )
             return {name: _real(part) for name, part in parts.items()}
@@ -77,9 +78,9 @@ class OwnReward(Judge):
 def own(name: str, key: str) -> Any:
     """Return the function or class of your own that `key` names as module:name."""
     module_name, _, function_name = name.partition(":")
-    if not module_name or not function_name or module_name.startswith("."):
+    if not module_name or not function_name or module_name.startswith(".") or module_name.endswith(".py"):
         others = "numbers, math, judge, environment, or " if key == "task.reward" else ""
-        raise UserError(f"{key}={name} must be {others}something of your own, written as module:name")
+        raise UserError(f"{key}={name} must be {others}something of your own, written as module:name, without .py")
     with own_code(f"{key}={name}: the module {module_name}"):
         module = importlib.import_module(module_name)
     function = getattr(module, function_name, None)

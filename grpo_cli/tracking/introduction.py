@@ -36,8 +36,10 @@ def introduction(settings: RunSettings, runtime: Runtime) -> Iterator[str]:
 
 
 def doubts(settings: RunSettings) -> Iterator[str]:
-    """Yield that a learning rate is likely a mistake."""
-    model, lr = settings.model, settings.optim.lr
+    """Yield that a learning rate is likely a mistake, or never reached."""
+    model, lr, steps = settings.model, settings.optim.lr, settings.train.steps
+    if settings.optim.warmup_steps >= steps:
+        yield f"optim.warmup_steps={settings.optim.warmup_steps} of train.steps={steps}: the rate stays below {lr:g}"
     if lr > MOST_LR >= model.recipe.get("lr", 0.0) and not (model.adapted or model.random_init):
         yield f"optim.lr={lr:g} soon ruins a pretrained model: leave it out, or train adapters (model.lora.rank=16)"
 

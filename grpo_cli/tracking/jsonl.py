@@ -18,8 +18,14 @@ Say = Callable[[str], None]
 _PIECE = 2**20  # bytes of a file that are read at once
 
 
-class NoTracker(Tracker):
-    """No tracker: what the protocol does, which is nothing."""
+class NoTracker:
+    """No tracker."""
+
+    def log(self, record: Record) -> None:
+        pass
+
+    def close(self, summary: Mapping[str, Any]) -> None:
+        pass
 
 
 class JsonlTracker(Tracker):

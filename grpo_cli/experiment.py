@@ -15,7 +15,7 @@ import torch
 
 from grpo_cli.collect.equal import max_rollouts_at_once
 from grpo_cli.collect.warmup import sft
-from grpo_cli.config.choices import ENGINE_PARTS, choices, read_choice, read_command
+from grpo_cli.config.choices import ENGINE_PARTS, choices, read_choice
 from grpo_cli.config.instantiate import Factories
 from grpo_cli.config.prepare import Prepared, prepare
 from grpo_cli.config.recorded import checkpoint_to_resume
@@ -69,10 +69,6 @@ def build(run: RunSettings | Prepared[RunSettings]) -> Trainer:
     presets = {name: read_choice("model", name).values for name in choices("model")}
     for line in (*doubts(settings), *doubts_of_shape(settings, runtime.model.config, presets)):
         console.warn(line)
-    rule, default = prepared.factories.named("downsample"), read_command("train").choices["downsample"]
-    has_choice = settings.m < settings.n or prepared.factories.fact("downsample", "keeps_fewer")
-    if not has_choice and rule != f"downsample={default}":
-        console.warn(f"{rule} has nothing to choose from with m = n = {settings.n}: set a smaller m")
     files = JsonlTracker(Path(settings.run_dir), settings.resume is not None, settings.accept_damage, console.warn)
     if checkpoint is None and settings.resume is not None:  # it begins again
         files.load_state_dict({})

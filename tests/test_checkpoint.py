@@ -47,6 +47,7 @@ def test_what_was_saved_is_found_and_loaded_and_the_last_few_are_kept(tmp_path):
     assert path == root / "step_000100" and names(root) == ["step_000100"]
     assert names(path) == ["COMPLETE", "config.json", "tokenizer", "trainer_state.pt"]
     assert {find_checkpoint(folder).path for folder in (root.parent, root, path)} == {path}
+    assert find_checkpoint(root / "step_000099").skipped == ("step_000099: there is no such folder",)
     loaded = load_state(path)
     assert torch.equal(loaded["optimizer"]["state"][0], torch.arange(3.0))
     assert loaded["cursor"] == (1, 2) and loaded["words"] == {"a": None} and loaded["step"] == 100

@@ -210,7 +210,8 @@ SMALL = "train.prompts=2 n=2 sampling.max_new_tokens=6 eval.problems=3 eval.k=2 
 
 
 def test_a_run_is_trained_continued_and_evaluated_as_it_was_started(elsewhere):
-    done("train", *SMALL, "train.steps=1", "seed=7")
+    first = grpo("train", *SMALL, "train.steps=1", "seed=7", "downsample=maxvar")
+    assert "downsample=maxvar has nothing to choose from with m = n = 2" in first.stderr
     (run,) = (elsewhere / "outputs" / "train").iterdir()
     resumed = grpo("train", "resume=auto", "train.steps=2")
     assert resumed.exit_code == 0 and "resumed at step 1" in resumed.stdout, resumed.output
@@ -222,7 +223,8 @@ def test_a_run_is_trained_continued_and_evaluated_as_it_was_started(elsewhere):
     config = read_record(run).config
     assert (config["seed"], config["n"], config["train"]["prompts"]) == (7, 2, 2)
 
-    assert "pass@2" in done("eval", str(run))
+    said = done("eval", str(run))
+    assert "pass@2" in said and "to task=arithmetic; " in said
     (folder,) = (elsewhere / "outputs" / "eval").iterdir()
     summary = json.loads((folder / "summary.json").read_text())
     in_training = {name: value for name, value in metrics[-1].items() if name.startswith("eval/")}

@@ -21,6 +21,7 @@ WELL |= {"group/zero_std": 0.9, "mismatch/ratio_mean": 1.1}
         ("mismatch/ratio_mean", 0.89, "correction"),
         ("mismatch/ratio_mean", math.nan, "correction"),
         ("off/ess", 0.09, "optim.ess"),
+        ("eval/accuracy", 0.0, "correct"),
     ],
 )
 def test_a_cause_is_reported_once_also_where_it_comes_and_goes(name, value, key):

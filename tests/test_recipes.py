@@ -52,9 +52,15 @@ def test_the_rate_is_the_models_and_the_reply_length_the_tasks_unless_something_
 
 
 @pytest.mark.parametrize(
-    ("words", "key"), [("optim.lr=5.1e-5", "optim.lr=5.1e-05"), ("optim.lr=1e-3 model.lora.rank=8", "")]
+    ("words", "key"),
+    [
+        ("optim.lr=5.1e-5", "optim.lr=5.1e-05"),
+        ("optim.lr=1e-3 model.lora.rank=8", ""),
+        ("optim.warmup_steps=10 train.steps=10", "optim.warmup_steps=10 of train.steps=10"),
+        ("optim.warmup_steps=9 train.steps=10", ""),
+    ],
 )
-def test_a_rate_that_ruins_a_model_is_doubted(words, key):
+def test_a_rate_that_ruins_a_model_or_is_never_reached_is_doubted(words, key):
     told = list(doubts(settings_of("model=qwen2_5_0_5b", "task=gsm8k", *words.split())))
     assert len(told) == bool(key) and all(text.startswith(key) for text in told)
 

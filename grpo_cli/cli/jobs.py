@@ -57,6 +57,10 @@ def train(command: Command, settings: RunSettings) -> Any:
         print(f"{settings.run_dir} has done its {settings.train.steps} steps; train.steps=... asks for more")
         return None
     run = prepare(settings)
+    has_choice = settings.m < settings.n or run.factories.fact("downsample", "keeps_fewer")
+    if not has_choice and "downsample" in map(key_of, command.typed):
+        rule = run.factories.named("downsample")
+        to_stderr(f"warning: {rule} has nothing to choose from with m = n = {settings.n}: set a smaller m")
     in_folder = run_folder(command, run.settings, is_resumed=settings.resume is not None)
     with in_folder as record_changes, explaining_out_of_memory(run), Stop(to_stderr) as stop:
         trainer = experiment.build(run)

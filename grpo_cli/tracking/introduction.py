@@ -14,6 +14,7 @@ from grpo_cli.model.load import TINY
 from grpo_cli.settings import EvalRunSettings, RunSettings
 from grpo_cli.tasks.prompting import TODAY, turn_end
 
+LEAST_STEPS = 10  # of more than a trial
 MOST_LR = 5e-5  # for full fine-tuning of a pretrained model: more than in any recipe cited in conf/model
 
 
@@ -38,7 +39,7 @@ def introduction(settings: RunSettings, runtime: Runtime) -> Iterator[str]:
 def doubts(settings: RunSettings) -> Iterator[str]:
     """Yield that a learning rate is likely a mistake, or never reached."""
     model, lr, steps = settings.model, settings.optim.lr, settings.train.steps
-    if settings.optim.warmup_steps >= steps:
+    if settings.optim.warmup_steps >= steps >= LEAST_STEPS:
         yield f"optim.warmup_steps={settings.optim.warmup_steps} of train.steps={steps}: the rate stays below {lr:g}"
     if lr > MOST_LR >= model.recipe.get("lr", 0.0) and not (model.adapted or model.random_init):
         yield f"optim.lr={lr:g} soon ruins a pretrained model: leave it out, or train adapters (model.lora.rank=16)"

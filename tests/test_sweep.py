@@ -118,6 +118,11 @@ def test_a_job_is_started_as_one_would_by_hand_and_again_with_the_words_of_the_f
     assert pretended[2:] == pretended[:2] and len(pretended) == 4
 
 
+def test_a_wrong_value_ends_a_sweep_before_its_first_job(tmp_path, pretended):
+    ended = grpo("train", "-m", "n=2,abc", f"hydra.sweep.dir={tmp_path}/sweep", "logger=jsonl")
+    assert (ended.exit_code, ended.stderr) == (2, "error: n=abc must be a valid integer\n") and not pretended
+
+
 def test_a_job_that_would_repeat_another_is_skipped(tmp_path, pretended):
     """Rules that keep 4 of 4 keep the same."""
     words = ["n=4", "m=2,4", "downsample=maxvar,random", "hydra.sweep.dir=s", "hydra.launcher.jobs=1", "logger=jsonl"]

@@ -105,8 +105,10 @@ def _run(command: Command) -> Any:
 def _sweep(command: str, words: Sequence[str]) -> None:
     """Let Hydra run the sweep, compare its jobs, and exit with the number of failed ones."""
 
-    def check_job(cfg: DictConfig) -> str:
-        settings = settings_from(of_hydra(command, cfg, start.record))
+    def read_job(cfg: DictConfig) -> Any:
+        return settings_from(of_hydra(command, cfg, start.record))
+
+    def check_job(settings: Any) -> str:
         from grpo_cli.config.prepare import build_and_check, effective
 
         build_and_check(settings)
@@ -117,7 +119,7 @@ def _sweep(command: str, words: Sequence[str]) -> None:
         started.append(cfg)
         return _run(of_hydra(command, cfg, start.record))
 
-    words, sweep = sweep_of(command, words, check_job)
+    words, sweep = sweep_of(command, words, read_job, check_job)
     started, is_interrupted = list[DictConfig](), False
     job.sweep = sweep  # type: ignore[attr-defined]  # functions may have attributes
     new_folder_names()

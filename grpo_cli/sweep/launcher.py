@@ -103,9 +103,9 @@ class ProcessLauncher:
             cfg.hydra.runtime.output_dir = str(folder)
             HydraConfig.instance().set_config(cfg)  # to which `${hydra:...}` refers
             del cfg["hydra"]
-        job = Job(number, folder, given, label)
+        job, settings = Job(number, folder, given, label), self._sweep.read(cfg)
         try:
-            first = self._computed.setdefault(self._sweep.check(cfg), number)
+            first = self._computed.setdefault(self._sweep.check(settings), number)
         except UserError as error:
             return replace(job, refusal=str(error))
         return job if first == number else replace(job, refusal=f"it would repeat job {first}")

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig
 
@@ -27,12 +28,13 @@ _FOR_OPTUNA = {"max_failure_rate": "1.0", "n_jobs": "${oc.select:hydra.launcher.
 class Sweep:
     """A command's sweep: what the launcher must know, and the states of its jobs.
 
-    `check` returns what a job's config computes, UserError if it cannot be run. `of_hydra` are Hydra's words, for every
-    job.
+    `read` returns the settings of a job's config: UserError for a wrong value, which ends the sweep. `check` returns
+    what they compute: UserError if they cannot be combined, which skips the job. `of_hydra` are Hydra's words.
     """
 
     command: str
-    check: Callable[[DictConfig], str]
+    read: Callable[[DictConfig], Any]
+    check: Callable[[Any], str]
     resume: bool = False
     of_hydra: Sequence[str] = ()
     folder: Path | None = None
@@ -63,17 +65,19 @@ class Sweep:
         return text
 
 
-def sweep_of(command: str, given: Sequence[str], check: Callable[[DictConfig], str]) -> tuple[list[str], Sweep]:
+def sweep_of(
+    command: str, given: Sequence[str], read: Callable[[DictConfig], Any], check: Callable[[Any], str]
+) -> tuple[list[str], Sweep]:
     """Return the overrides of a sweep, and what the launcher has to know of it.
 
     With `resume=sweep` they are those that the sweep began with, UserError if they cannot be found.
     """
     if RESUME in given:
-        return started_with(command, [word for word in given if word != RESUME]), Sweep(command, check, resume=True)
+        return started_with(command, [word for word in given if word != RESUME]), Sweep(command, read, check, True)
     needed = dict[str, str]()
     if "hydra/sweeper=optuna" in given:  # to find the highest accuracy or, for profiles, the lowest peak memory
         needed = {"direction": "minimize" if command == "profile" else "maximize", **_FOR_OPTUNA}
-    return [*(f"hydra.sweeper.{key}={value}" for key, value in needed.items()), *given], Sweep(command, check)
+    return [*(f"hydra.sweeper.{key}={value}" for key, value in needed.items()), *given], Sweep(command, read, check)
 
 
 def started_with(command: str, own: Sequence[str]) -> list[str]:

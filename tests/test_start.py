@@ -66,6 +66,7 @@ def test_what_differs_when_a_run_goes_on_is_printed_and_recorded_a_part_by_its_c
     changed += ["downsample._target_=mine.maxvar (was grpo_cli.methods.pods.maxvar)"]
     assert all(f"changed since the run began: {one}\n" in result.stderr for one in changed)
     assert grpo("train", "resume=R").stdout.endswith("has done its 3 steps; train.steps=... asks for more\n")
+    assert "has done its 3 steps, without n=9 (was " in grpo("train", "resume=R", "n=9").stderr
     later = record.read_record(run)
     assert later is not None and later.config["train"]["steps"] == 3 and {*changed} <= {*later.about["changed"]}
     Path("mine.py").write_text("def maxvar(group, keep, rng):\n    return range(1, keep + 1)\n")

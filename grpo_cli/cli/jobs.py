@@ -54,7 +54,11 @@ def fitted(command: Command, settings: RunSettings) -> RunSettings:
 def train(command: Command, settings: RunSettings) -> Any:
     """Train, and return the value that a sweeper optimizes; None for a resumed run with nothing left to do."""
     if settings.resume is not None and completed_steps(Path(settings.resume)) == settings.train.steps:
-        print(f"{settings.run_dir} has done its {settings.train.steps} steps; train.steps=... asks for more")
+        done = f"{settings.run_dir} has done its {settings.train.steps} steps"
+        before = records.read_record(Path(settings.run_dir))
+        if before and (changed := _changed(before, replace(_record(command, settings, before), about=before.about))):
+            raise UserError(f"{done}, without {', '.join(changed)}: start a new run, or continue with train.steps=...")
+        print(f"{done}; train.steps=... asks for more")
         return None
     run = prepare(settings)
     has_choice = settings.m < settings.n or run.factories.fact("downsample", "keeps_fewer")
@@ -173,13 +177,15 @@ def _record(
 
 def _record_changes(folder: Path, before: records.RunRecord, record: records.RunRecord) -> None:
     """Record the settings and own code of a resumed run if they have changed, and print what is in both and differs."""
-    then, now = ({**one.choices, **leaves("", one.config), **one.about.get("own_code", {})} for one in (before, record))
-    if then == now:
-        return
-    changed = list(before.about.get("changed", ()))
-    for key in [key for key in then if key in now and then[key] != now[key]]:
-        changed.append(f"{key}={plain(shown(now[key]))} (was {plain(shown(then[key]))})")
-        to_stderr(f"changed since the run began: {changed[-1]}")
-    data = {**before.about.get("data", {}), **record.about["data"]}
+    for line in (changed := _changed(before, record)):
+        to_stderr(f"changed since the run began: {line}")
+    data, changed = before.about.get("data", {}) | record.about["data"], [*before.about.get("changed", ()), *changed]
     about = {**before.about, "own_code": record.about["own_code"], "data": data, "changed": changed}
     records.write_record(folder, replace(record, about=about))
+
+
+def _changed(before: records.RunRecord, now: records.RunRecord) -> list[str]:
+    """Return what is in both records and differs."""
+    old, new = ({**one.choices, **leaves("", one.config), **one.about.get("own_code", {})} for one in (before, now))
+    keys = [key for key in old if key in new and old[key] != new[key]]
+    return [f"{key}={plain(shown(new[key]))} (was {plain(shown(old[key]))})" for key in keys]

@@ -96,9 +96,7 @@ def _show(console: Console, found: Mapping[str, Any], plan: MemoryPlan, held: Se
     """Print the phases, what the fullest has `held`, and what fits."""
     lines, fits = [f"Not planned: {note}." for note in found["not_predicted"]], found["fit"]
     if (measured := found["measured"]) is None:
-        lines.append(
-            "Time is not predicted: on the device itself, grpo profile without plan_only and for_gpu measures it."
-        )
+        lines.append("Time is not predicted: on the device, grpo profile without plan_only and for_gpu measures it.")
         for name, sizes in plan.items():
             held_by = ", ".join(f"{kind} {gib(size)}" for kind, size in sizes.items() if size)
             lines.append(f"{name:12} {gib(plan.bytes_of(name)):>10}: {held_by}")

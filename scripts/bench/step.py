@@ -58,7 +58,7 @@ def run_ours(case: Case) -> list[Figures]:
     for number in range(case.repeats + 1):
         _, figures = clocked(lambda number=number: step.run(number, progress))
         times = meter.take()
-        figures |= {phase: times[f"time/{phase}"] for phase in PHASES}
+        figures |= {phase: times.get(f"time/{phase}", 0.0) for phase in PHASES}
         found.append(figures | {"tokens": float(runtime.engine.stats().generated_tokens)})
     return found
 

@@ -80,10 +80,9 @@ def runs_triton(device: torch.device, dim: int) -> bool:
         return False
     if not torch.cuda.is_available():  # tensors without memory
         return True
-    compiles = find_spec("triton") and (
-        which(os.environ.get("CC") or "gcc") or which("clang")
-    )  # Triton's launcher is C
-    return bool(compiles) and torch.cuda.get_device_capability(device) >= (8, 0)
+    compiler = which(os.environ.get("CC") or "gcc") or which("clang")  # of Triton's launcher
+    there = compiler is not None and find_spec("triton") is not None
+    return there and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 # Spelt out, since PyTorch reads no annotations of a function that checks its own (jaxtyping's hook).
